@@ -54,7 +54,7 @@ class TokenOutput(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """The state of one engine; counters are totals. `kv_cache_usage` (0..1) counts blocks neither free nor evictable."""
+    """The state of one engine; counters are totals. `kv_cache_usage` (0..1): blocks not free and not evictable."""
 
     engine: int
     num_running: int = 0

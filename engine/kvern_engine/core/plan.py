@@ -1,8 +1,8 @@
 """StepPlan: the only thing a worker ever sees of the scheduler, and StepResult, the only thing it answers.
 
 A plan is a delta against the worker's state tables plus the list of rows to compute. A *row* is an index into
-those tables (0 <= row < max_num_seqs); it holds one sequence: its token ids, block table and sampling state. Plans are applied
-strictly in the order of `step`. Within a plan the order is:
+those tables (0 <= row < max_num_seqs); it holds one sequence: its token ids, block table and sampling state. Plans are
+applied strictly in the order of `step`. Within a plan the order is:
 
 1. `removed`: rows whose state is forgotten;
 2. `added`: rows (re)initialized as a whole: new, resumed after preemption, or forked;
@@ -39,8 +39,8 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AddedRow(msgspec.Struct, array_like=True, frozen=True):
-    """A row's whole state. `token_ids` is prompt + everything generated so far; `blocks` covers at least the tokens this
-    step computes; KV of positions < the row's `start` is already in those blocks.
+    """A row's whole state. `token_ids` is prompt + everything generated so far; `blocks` covers at least the tokens
+    that this step computes; KV of positions < the row's `start` is already in those blocks.
     """
 
     row: int

