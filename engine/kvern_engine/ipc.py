@@ -7,7 +7,7 @@ server; every message names its engine or its client. The messages between core 
 
 import msgspec
 
-from kvern_engine.core.plan import TokenLogprobs
+from kvern_engine.core.plan import TokenLogprobs, WorkerProgress
 from kvern_engine.request import SamplingParams
 
 
@@ -103,3 +103,4 @@ class EngineDead(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 ToCore = AddRequest | Abort
 ToServer = Outputs | CoreReady | EngineDead
+ToSupervisor = CoreReady | EngineDead | WorkerProgress  # from the cores: ready, or why they give up

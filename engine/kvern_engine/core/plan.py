@@ -122,5 +122,13 @@ class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag=True):
     message: str
 
 
+class WorkerProgress(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """How far a worker is on its way to WorkerReady: the phase it is in and the share of it that is done (0..1)."""
+
+    rank: int
+    phase: str
+    fraction: float
+
+
 ToWorker = StepPlan | Reset
-FromWorker = StepResult | WorkerReady | WorkerFailed
+FromWorker = StepResult | WorkerReady | WorkerFailed | WorkerProgress
