@@ -1,0 +1,10 @@
+"""Kvern's kernels: the operations of a decoder-only transformer over a paged KV cache, on CPUs and GPUs.
+
+The KV cache of one layer is `kv` [2, num_kv_heads, num_blocks, block_size, head_dim], 0 = K and 1 = V; a slot is
+block * block_size + offset. Importing this package does not import Triton.
+"""
+
+from .dispatch import add_rms_norm, paged_attention, rms_norm, rope_and_cache, silu_and_mul
+from .metadata import AttentionMetadata
+
+__all__ = ["AttentionMetadata", "add_rms_norm", "paged_attention", "rms_norm", "rope_and_cache", "silu_and_mul"]

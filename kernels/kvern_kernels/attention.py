@@ -1,0 +1,38 @@
+"""Causal attention over the paged KV cache, written for clarity: the reference every other path is tested against.
+
+`cpu_attention.py` is the fast path on a CPU, `decode_attention_triton.py` and `prefill_attention_triton.py` on a GPU.
+"""
+
+import torch
+from torch import Tensor
+
+from .metadata import AttentionMetadata
+
+
+def gather_context(kv: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """The first `length` tokens of the blocks: `kv` [2, Hkv, N, bs, D], `blocks` [n] -> [2, Hkv, length, D]."""
+    picked = kv.index_select(2, blocks)
+    return picked.reshape(2, kv.shape[1], -1, kv.shape[-1])[:, :, :length]
+
+
+def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
+    """softmax(scale q K^T) V of each row's last tokens over its context, causal; float32 inside.
+
+    `q` [T, Hq, D]; `kv` [2, Hkv, N, bs, D]; query head h reads KV head h // (Hq / Hkv). Returns [T, Hq, D] of q's dtype;
+    tokens of rows with seq_len 0 are zero.
+    """
+    out = torch.zeros_like(q)
+    heads, kv_heads = q.shape[1], kv.shape[1]
+    query_lens, seq_lens = meta.lengths()
+    start = 0
+    for row, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        if length > 0:
+            blocks = meta.block_tables[row, : -(-length // kv.shape[3])].long()
+            keys, values = gather_context(kv, blocks, length).float().repeat_interleave(heads // kv_heads, dim=1)
+            scores = torch.einsum("qhd,hkd->hqk", q[start : start + count].float(), keys) * scale
+            ends = torch.arange(length - count, length, device=q.device)
+            hidden = torch.arange(length, device=q.device)[None, :] > ends[:, None]
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+            out[start : start + count] = torch.einsum("hqk,hkd->qhd", weights, values).to(q.dtype)
+        start += count
+    return out

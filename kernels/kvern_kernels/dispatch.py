@@ -1,0 +1,60 @@
+"""Which implementation an operation runs: Triton on CUDA, the CPU path on a CPU, the plain reference on demand.
+
+KVERN_KERNELS=reference forces the plain torch references everywhere; KVERN_KERNELS=triton forces the Triton kernels,
+also on CPU tensors (with TRITON_INTERPRET=1). Read once, at import. Triton is imported only where it is used.
+"""
+
+import os
+
+from torch import Tensor
+
+from . import activation, attention, cpu_attention, rotary
+from . import rms_norm as _norm
+from .metadata import AttentionMetadata
+
+CHOICES = ("", "auto", "reference", "triton")
+_FORCED = os.environ.get("KVERN_KERNELS", "")
+if _FORCED not in CHOICES:
+    raise ValueError(f"KVERN_KERNELS must be 'auto', 'reference' or 'triton', got {_FORCED!r}")
+
+
+def _triton(x: Tensor) -> bool:
+    return _FORCED == "triton" or (x.is_cuda and _FORCED != "reference")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight. `x` [T, H], `weight` [H]; returns [T, H]."""
+    return _norm.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual). All [T, H]; the sum overwrites `residual`."""
+    return _norm.add_rms_norm(x, residual, weight, eps)
+
+
+def rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Optional QK-norm, rotary embedding of q and k, and the write of k and v to the cache; see `rotary.py`."""
+    return rotary.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps)
+
+
+def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
+    """Causal attention of decode and prefill rows over the paged cache in one call; see `attention.py`."""
+    if _FORCED == "reference" or q.is_cuda:
+        return attention.paged_attention(q, kv, meta, scale)
+    return cpu_attention.paged_attention(q, kv, meta, scale)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu(gate) * up. `x` [T, 2F] = gate | up; returns [T, F]."""
+    return activation.silu_and_mul(x)
