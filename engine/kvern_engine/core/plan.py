@@ -101,7 +101,11 @@ class Reset(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """A worker has loaded its weights and sized its arena."""
+    """A worker has loaded its weights and sized its arena.
+
+    `max_num_seqs` and `max_num_batched_tokens` are what its tables and buffers were made for: the configuration's, or
+    the device's defaults. The core plans within them.
+    """
 
     rank: int
     num_blocks: int
@@ -112,6 +116,8 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag=True):
     device: str
     dtype: str
     load_seconds: dict[str, float] = {}  # phase -> seconds, for the start-up report
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag=True):
