@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from kvern_engine.llm import LLM
     from kvern_engine.request import SamplingParams
 
-__all__ = ["LLM", "SamplingParams"]
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
