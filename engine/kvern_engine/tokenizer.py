@@ -1,0 +1,188 @@
+"""Text to token ids and back, and chat messages to a prompt: one class over the `tokenizers` library.
+
+`load_tokenizer` reads it from a model folder or from a GGUF file's metadata. No torch here: API servers import this.
+Decoding a stream token by token is `detokenizer.py`'s task.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from kvern_engine.loading.chat_template import ChatTemplate, ChatTemplateError, read_override, read_sources
+from kvern_engine.loading.config import gguf_eos, json_eos, read_json
+from kvern_engine.loading.gguf import GGUFFile
+from kvern_engine.loading.gguf_tokenizer import TokenizerError, build_tokenizer
+from kvern_engine.loading.resolve import ModelFiles
+
+__all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError", "load_tokenizer"]
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """GPT-2's table: the printable character that stands for each byte in a byte-level vocabulary, reversed."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _bytes_of_characters()
+
+
+class Tokenizer:
+    """A model's tokenizer. Ids without a token (a padded vocabulary) decode to nothing.
+
+    `special_tokens` maps names like "bos_token" to their text; `eos_token_ids` are the ids that end an answer.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str],
+        eos_token_ids: tuple[int, ...],
+        templates: dict[str, str],
+    ) -> None:
+        backend.no_truncation()  # a tokenizer.json may carry the truncation and padding of its training
+        backend.no_padding()
+        self.backend = backend
+        self._added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(index for index, token in self._added.items() if token.special)
+        self.bos_token_id = self._id(special_tokens.get("bos_token"))
+        eos = self._id(special_tokens.get("eos_token"))
+        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if eos is None else [eos])]))
+        self._template = ChatTemplate(templates, special_tokens) if templates else None
+        self._bytes: dict[int, bytes] = {}
+
+    def _id(self, text: str | None) -> int | None:
+        return None if text is None else self.backend.token_to_id(text)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """True where each token stands for fixed bytes, so that a text is the bytes of its tokens in a row."""
+        return isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens written in the text become their ids; `add_special_tokens` is about
+        those that the model puts around a text (off for a rendered chat). Raises ValueError for invalid Unicode."""
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text is not valid Unicode: lone surrogate {text[error.start]!r} at character {error.start}"
+            ) from error
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are no valid UTF-8 become U+FFFD."""
+        if self.is_byte_level:
+            skip = self.special_token_ids if skip_special_tokens else ()
+            return b"".join([self.token_bytes(index) for index in ids if index not in skip]).decode("utf-8", "replace")
+        known = [index for index in ids if 0 <= index < self.vocab_size]
+        return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for: a byte-level token may be part of a character."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._compute_bytes(token_id)
+        return found
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        text = self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        if text is None:
+            return b""
+        if token_id in self._added:
+            return text.encode("utf-8")
+        if self.is_byte_level and all(character in _BYTE_OF for character in text):
+            return bytes([_BYTE_OF[character] for character in text])
+        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):  # SentencePiece's byte tokens
+            return bytes([int(text[3:5], 16)])
+        return text.replace("\u2581", " ").encode("utf-8")  # SentencePiece's mark of a space
+
+    def token_text(self, token_id: int) -> str:
+        """A token for display (logprobs): its text, U+FFFD where it is a part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the default chat template; None where the model has none."""
+        return self._template.sources["default"] if self._template else None
+
+    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        """The prompt of a conversation; encode it with `add_special_tokens=False`. Raises ChatTemplateError."""
+        if self._template is None:
+            raise ChatTemplateError("this model has no chat template; pass --chat-template FILE, or use completions")
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+
+
+def load_tokenizer(files: ModelFiles, override: str | None = None, chat_template: str | None = None) -> Tokenizer:
+    """Reads the tokenizer of `files`.
+
+    `override` is a folder, a tokenizer.json or a .gguf file to take it from instead; `chat_template` is a file with a
+    Jinja template (or the template itself). The ids that end an answer stay those of the model. Raises TokenizerError,
+    ChatTemplateError, ModelConfigError or GGUFError before anything large is read.
+    """
+    own_templates = read_override(chat_template) if chat_template is not None else None
+    path = _override_path(override) if override is not None else files.path
+    own_file = GGUFFile(files.path) if files.kind == "gguf" else None
+    eos = gguf_eos(own_file.metadata) if own_file else json_eos(files.path, read_json(files.path / "config.json"))
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        file = own_file if own_file and path == files.path else GGUFFile(path)
+        return _from_gguf(file, eos, own_templates)
+    folder, json_file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
+    return _from_folder(folder, json_file, eos, own_templates)
+
+
+def _override_path(override: str) -> Path:
+    path = Path(override).expanduser()
+    if not path.exists():
+        raise TokenizerError(f"tokenizer: no such folder or file {override!r}")
+    return path
+
+
+def _from_folder(
+    folder: Path, json_file: Path, eos: tuple[int, ...], own_templates: dict[str, str] | None
+) -> Tokenizer:
+    if not json_file.is_file():
+        raise TokenizerError(
+            f"{folder} holds no {json_file.name}; save the tokenizer in the fast format (tokenizer.json) or pass "
+            "--tokenizer with a folder that has one"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(json_file))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(f"{json_file}: not a readable tokenizer.json: {error}") from error
+    config_file = folder / "tokenizer_config.json"
+    config = read_json(config_file) if config_file.is_file() else {}
+    special = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            special[name] = text
+    templates = read_sources(folder, config) if own_templates is None else own_templates
+    return Tokenizer(backend, special_tokens=special, eos_token_ids=eos, templates=templates)
+
+
+def _from_gguf(file: GGUFFile, eos: tuple[int, ...], own_templates: dict[str, str] | None) -> Tokenizer:
+    meta = file.metadata
+    backend = build_tokenizer(file)
+    tokens = meta["tokenizer.ggml.tokens"]
+    special = {}
+    for name, key in {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}.items():
+        index = meta.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None and index < len(tokens):
+            special[name] = tokens[index]
+    if own_templates is None:
+        key = "tokenizer.chat_template"
+        own_templates = {"default": meta[key]} if key in meta else {}
+        if own_templates and f"{key}.tool_use" in meta:
+            own_templates["tool_use"] = meta[f"{key}.tool_use"]
+    return Tokenizer(backend, special_tokens=special, eos_token_ids=eos or gguf_eos(meta), templates=own_templates)
