@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -102,12 +102,12 @@ def _walk(node: yaml.Node, path: Path_, lines: Lines) -> Iterator[Problem]:
 def _construct(node: yaml.Node) -> Any:
     loader = yaml.SafeLoader("")
     try:
-        return loader.construct_document(node)  # type: ignore[no-untyped-call]
+        return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
         raise ManifestError([Problem("", f"not valid YAML: {error.problem}", line)]) from None
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()
 
 
 # ---------------------------------------------------------------- words
@@ -294,11 +294,7 @@ def parse_service(document: Any, lines: Lines | None = None) -> InferenceService
 
 
 def _head_problems(document: dict[str, Any], lines: Lines) -> Iterator[Problem]:
-    expected: list[tuple[str, Literal["kvern.dev/v1alpha1", "InferenceService"]]] = [
-        ("apiVersion", API_VERSION),
-        ("kind", KIND),
-    ]
-    for key, wanted in expected:
+    for key, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
         found = document.get(key)
         if found is None:
             yield Problem(key, f"is missing; write {key}: {wanted}", lines.get(()))

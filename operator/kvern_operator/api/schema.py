@@ -1,7 +1,7 @@
 """Models -> structural OpenAPI v3 schema with CEL rules -> the CustomResourceDefinition in crds/.
 
-`python -m kvern_operator.api.schema [FILE]` writes it. Only this file knows what a structural schema may hold: no $ref, no
-anyOf but that of int-or-string, no titles, no additionalProperties: false, boolean exclusive bounds, a bound on every
+`python -m kvern_operator.api.schema [FILE]` writes it. Only this file knows what a structural schema may hold: no $ref,
+no anyOf but that of int-or-string, no titles, no additionalProperties: false, boolean exclusive bounds, a bound on every
 string, list and map (or the API server refuses the cost of the rules).
 """
 
@@ -99,7 +99,7 @@ class _Converter:
         return out
 
     def _resolved(self, schema: dict[str, Any], name: str | None) -> tuple[dict[str, Any], str | None]:
-        """Replace `$ref` and `anyOf [X, null]` by what they stand for; keys beside them win (descriptions, defaults)."""
+        """Replace `$ref` and `anyOf [X, null]` by what they stand for; keys beside them win."""
         while True:
             beside = {k: v for k, v in schema.items() if k not in ("$ref", "anyOf")}
             if "$ref" in schema:

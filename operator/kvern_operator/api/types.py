@@ -202,7 +202,8 @@ class TensorParallelism(KvernModel):
         ),
         Rule(
             "size",
-            "!has(self.size) || ((!has(self.min) || self.size >= self.min) && (!has(self.max) || self.size <= self.max))",
+            "!has(self.size) || "
+            "((!has(self.min) || self.size >= self.min) && (!has(self.max) || self.size <= self.max))",
             "size must be within min..max",
             lambda t: t.size is None or (t.min or 1) <= t.size <= (t.max or MAX_INT32),
             ("size", "min", "max"),
@@ -274,9 +275,7 @@ class Autoscaling(KvernModel):
     queue_target: Positive = field(5, "Waiting requests a replica above which it counts as saturated.")
     slo: Slo = nested(Slo, "Latency targets.")
     idle_seconds: Seconds = field(900, "Without a request for this long, scale to zero where minReplicas is 0.")
-    scale_down_stabilization_seconds: Seconds = field(
-        300, "How long fewer replicas must suffice before one is removed."
-    )
+    scale_down_stabilization_seconds: Seconds = field(300, "How long fewer replicas must suffice before one goes.")
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = field(
         0, "Among services that compete for a namespace's GPUs, the higher one wins."
     )
@@ -454,7 +453,7 @@ ROOT_VALIDATIONS = [
 
 
 def immutable_changes(old: InferenceServiceSpec, new: InferenceServiceSpec) -> list[str]:
-    """What an update may not change, as lines `path: value: what is right`. The API server has the same rules in CEL."""
+    """What an update may not change, as lines `path: value: what is right`. The schema has the same rules in CEL."""
     if old.model.name == new.model.name:
         return []
     message = Model.TRANSITION_RULES[0][2]
