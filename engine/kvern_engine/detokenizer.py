@@ -1,0 +1,175 @@
+"""Turns a growing list of token ids into text that can be sent at once: whole characters only, and nothing that may
+still become part of a stop string.
+
+One object a choice of a request. Each token costs time in proportion to its own text, however long the output is.
+"""
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+_MAX_HELD_TOKENS = 8  # of a decoder that we do not know: past this, bytes that form no character are given up on
+
+
+class _Decoding(Protocol):
+    """What this module needs of `tokenizer.Tokenizer`."""
+
+    special_token_ids: frozenset[int]
+
+    @property
+    def is_byte_level(self) -> bool: ...
+
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class IncrementalDetokenizer:
+    """Text of one choice, piece by piece. All pieces together are the text decoded at once, cut at the stop string.
+
+    `stopped` is the stop string that ended the text, None so far; `tokens_used` is the number of tokens appended, up to
+    and including the one that completed the stop string. A stop string counts as soon as its last character is there
+    (of several that end at the same character, the longest), whatever the tokens are; it is ignored while fewer than
+    `min_tokens` tokens are there. `include_stop` keeps it in the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: _Decoding,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self.stopped: str | None = None
+        self.tokens_used = 0
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._matchers = [_StopMatcher(text) for text in stop]
+        self._held = ""  # decoded, but it may be the beginning of a stop string
+        self._finished = False
+        make: Callable[..., _ByteDecoder | _WindowDecoder]
+        make = _ByteDecoder if tokenizer.is_byte_level else _WindowDecoder
+        self._decoder = make(tokenizer, skip_special_tokens)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Takes the next tokens; returns the text that is safe to send now. Nothing more comes after a stop string."""
+        pieces: list[str] = []
+        for token in token_ids:
+            if self.stopped is not None or self._finished:
+                break
+            self.tokens_used += 1
+            text = self._decoder.push(token)
+            if text:
+                pieces.append(self._pass(text) if self._matchers else text)
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come: what was held back, and U+FFFD for a character cut in half."""
+        if self.stopped is not None or self._finished:
+            return ""
+        self._finished = True
+        text = self._decoder.flush()
+        passed = self._pass(text) if text and self._matchers else text
+        if self.stopped is not None:
+            return passed
+        rest, self._held = passed + self._held, ""
+        return rest
+
+    def _pass(self, text: str) -> str:
+        """Runs new text through the stop matchers; returns what may be sent and keeps the rest in `_held`."""
+        found, end = self._scan(text)
+        whole = self._held + (text if found is None else text[:end])
+        if found is None:
+            keep = max(matcher.matched for matcher in self._matchers)
+            split = len(whole) - keep
+            self._held = whole[split:]
+            return whole[:split]
+        self.stopped, self._held = found, ""
+        return whole if self._include_stop else whole[: len(whole) - len(found)]
+
+    def _scan(self, text: str) -> tuple[str | None, int]:
+        """The first stop string completed within `text` and the index after its last character."""
+        armed = self.tokens_used >= self._min_tokens
+        for index, character in enumerate(text):
+            complete = [matcher.stop for matcher in self._matchers if matcher.feed(character)]
+            if complete and armed:
+                return max(complete, key=len), index + 1
+        return None, len(text)
+
+
+class _StopMatcher:
+    """Follows one stop string through a text (Knuth, Morris, Pratt 1977): `matched` is how many of its first
+    characters the text ends with, a full match not counted, and thus how many must be held back."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        self._fallback = [0] * len(stop)  # for each prefix, the longest shorter prefix that it also ends with
+        length = 0
+        for index in range(1, len(stop)):
+            while length and stop[index] != stop[length]:
+                length = self._fallback[length - 1]
+            length += stop[index] == stop[length]
+            self._fallback[index] = length
+
+    def feed(self, character: str) -> bool:
+        """Takes the next character; True where it completes the stop string."""
+        stop, matched = self.stop, self.matched
+        while matched and stop[matched] != character:
+            matched = self._fallback[matched - 1]
+        if stop[matched] == character:
+            matched += 1
+        complete = matched == len(stop)
+        self.matched = self._fallback[-1] if complete else matched
+        return complete
+
+
+class _ByteDecoder:
+    """For byte-level vocabularies: the text is the bytes of the tokens, decoded as UTF-8 arrives."""
+
+    def __init__(self, tokenizer: _Decoding, skip_special_tokens: bool) -> None:
+        self._bytes_of = tokenizer.token_bytes
+        self._skip = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        return "" if token in self._skip else self._utf8.decode(self._bytes_of(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """For any other decoder, where a token's text depends on its neighbours (spaces that are stripped at the start,
+    bytes joined to characters): decodes a short window of tokens with and without the new ones; the difference is new.
+    """
+
+    def __init__(self, tokenizer: _Decoding, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._context: list[int] = []  # tokens whose text was given, the last few
+        self._context_text = ""
+        self._new: list[int] = []
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def push(self, token: int) -> str:
+        if token in self._skip:
+            return ""
+        self._new.append(token)
+        text = self._decode(self._context + self._new)
+        incomplete = text.endswith(REPLACEMENT) and len(self._new) <= _MAX_HELD_TOKENS
+        if incomplete or len(text) <= len(self._context_text):
+            return ""
+        new = text[len(self._context_text) :]
+        self._context, self._new = self._new, []
+        self._context_text = self._decode(self._context)
+        return new
+
+    def flush(self) -> str:
+        text = self._decode(self._context + self._new)[len(self._context_text) :] if self._new else ""
+        self._new = []
+        return text
