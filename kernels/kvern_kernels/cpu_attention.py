@@ -1,4 +1,4 @@
-"""Paged attention on a CPU, for speed: what a step needs is planned once and run by every layer.
+"""Paged attention on a CPU, for speed: what a step needs is planned once (`cpu_plan.py`) and run by every layer.
 
 Ideas: a run of consecutive block ids is a view of the arena, so nothing is copied; other contexts are gathered in
 pieces that stay in the cache; decode rows of similar length share one call; the query heads of a KV head are folded
@@ -6,6 +6,190 @@ into the query dimension (GQA), K and V are never repeated; rows that share a pr
 the parts are merged by their log-sum-exp (Juravsky et al., Hydragen, arXiv 2402.05099).
 """
 
-from .attention import paged_attention
+import threading
+from dataclasses import dataclass
 
-__all__ = ["paged_attention"]
+import torch
+from torch import Tensor
+
+from .cpu_plan import DecodeCall, ExtendCall, PrefixCall, is_run, plan_step
+from .metadata import AttentionMetadata
+
+# torch's fused CPU attention. Called directly because it returns the log-sum-exp, by which parts are merged.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_scratch = threading.local()
+
+Index = slice | Tensor
+
+
+@dataclass
+class _Context:
+    """Where K and V of a call lie: `first` of a run of blocks, or the ids to gather; `shape` is (rows, tokens a row)."""
+
+    first: int
+    blocks: Tensor | None
+    rows: int
+    tokens: int
+
+    def read(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V as [rows, Hkv, tokens, D]. A gather is valid until the thread's next one."""
+        _, heads, count, size, dim = kv.shape
+        if self.blocks is None:
+            strides = (kv.stride(0), 0, kv.stride(1), kv.stride(3), 1)
+            offset = kv.storage_offset() + self.first * kv.stride(2)
+            both = kv.as_strided((2, 1, heads, self.tokens, dim), strides, offset)
+            return both[0], both[1]
+        picked = _scratch_like(kv, 2 * heads * self.blocks.shape[0] * size * dim)
+        shape = (2, heads, self.blocks.shape[0], size, dim)
+        torch.index_select(kv, 2, self.blocks, out=picked.view(shape))
+        both = picked.view(2, heads, self.rows, -1, dim)[:, :, :, : self.tokens].transpose(1, 2)
+        return both[0], both[1]
+
+
+def _scratch_like(kv: Tensor, numel: int) -> Tensor:
+    """Memory kept between calls: fresh pages of a large allocation cost more than the copy into them."""
+    buffers = _scratch.__dict__
+    buffer = buffers.get(kv.dtype)
+    if buffer is None or buffer.numel() < numel:
+        buffer = buffers[kv.dtype] = torch.empty(numel, dtype=kv.dtype)
+    return buffer[:numel]
+
+
+def _index(tokens: list[int]) -> Index:
+    """A slice where the tokens are consecutive: a view instead of a copy."""
+    if is_run(tokens):
+        return slice(tokens[0], tokens[-1] + 1)
+    return torch.tensor(tokens)
+
+
+class _Decode:
+    def __init__(self, call: DecodeCall, dtype: torch.dtype) -> None:
+        self.index = _index(call.tokens)
+        longest = max(call.lengths)
+        rows = len(call.tokens)
+        if rows == 1 and is_run(call.blocks[0]):
+            self.context = _Context(call.blocks[0][0], None, 1, longest)
+        else:
+            ids = torch.tensor([block for row in call.blocks for block in row])
+            self.context = _Context(0, ids, rows, longest)
+        self.mask: Tensor | None = None
+        if min(call.lengths) < longest:
+            hidden = torch.arange(longest)[None, :] >= torch.tensor(call.lengths)[:, None]
+            self.mask = torch.zeros(rows, 1, 1, longest, dtype=dtype).masked_fill_(hidden[:, None, None, :], -torch.inf)
+
+    def run(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Output [rows, Hq, D] and log-sum-exp [rows, Hq] of the call's tokens."""
+        keys, values = self.context.read(kv)
+        picked = q[self.index]
+        rows, heads, dim = picked.shape
+        folded = picked.reshape(rows, keys.shape[1], -1, dim)
+        out, lse = _flash(folded, keys, values, 0.0, False, attn_mask=self.mask, scale=scale)
+        return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
+
+
+class _Extend:
+    def __init__(self, call: ExtendCall) -> None:
+        self.index = slice(call.start, call.start + call.count)
+        self.count, self.cached = call.count, call.length - call.count
+        if is_run(call.blocks):
+            self.context = _Context(call.blocks[0], None, 1, call.length)
+        else:
+            self.context = _Context(0, torch.tensor(call.blocks), 1, call.length)
+
+    def run(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Output [count, Hq, D] and log-sum-exp [count, Hq]: the chunk itself causally, what was cached in full."""
+        keys, values = self.context.read(kv)
+        count, heads, dim = self.count, q.shape[1], q.shape[2]
+        kv_heads = keys.shape[1]
+        group = heads // kv_heads
+        # KV heads as the batch, their query heads as heads over one K and V (stride 0).
+        query = q[self.index].view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
+
+        def shared(x: Tensor) -> Tensor:
+            return x.transpose(0, 1).expand(kv_heads, group, -1, dim)
+
+        cached = self.cached
+        out, lse = _flash(
+            query, shared(keys[:, :, cached:]), shared(values[:, :, cached:]), 0.0, True, attn_mask=None, scale=scale
+        )
+        if cached:
+            before, before_lse = _flash(
+                query,
+                shared(keys[:, :, :cached]),
+                shared(values[:, :, :cached]),
+                0.0,
+                False,
+                attn_mask=None,
+                scale=scale,
+            )
+            out, lse = _merge(out, lse, before, before_lse)
+        return out.permute(2, 0, 1, 3).reshape(count, heads, dim), lse.permute(2, 0, 1).reshape(count, heads)
+
+
+class _Prefix:
+    def __init__(self, call: PrefixCall, block_size: int) -> None:
+        self.index = _index(call.tokens)
+        tokens = len(call.blocks) * block_size
+        if is_run(call.blocks):
+            self.context = _Context(call.blocks[0], None, 1, tokens)
+        else:
+            self.context = _Context(0, torch.tensor(call.blocks), 1, tokens)
+
+    def run(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Output [tokens, Hq, D] and log-sum-exp [tokens, Hq] over the shared prefix alone."""
+        keys, values = self.context.read(kv)
+        picked = q[self.index]
+        rows, heads, dim = picked.shape
+        kv_heads = keys.shape[1]
+        # All rows and the group's heads become the query dimension: one matrix product a KV head.
+        folded = picked.view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
+        out, lse = _flash(folded, keys, values, 0.0, False, attn_mask=None, scale=scale)
+        out = out.view(kv_heads, rows, -1, dim).transpose(0, 1).reshape(rows, heads, dim)
+        return out, lse.view(kv_heads, rows, -1).transpose(0, 1).reshape(rows, heads)
+
+
+def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint contexts; outputs [..., D] with log-sum-exps [...]."""
+    weight = torch.sigmoid(other_lse - lse).unsqueeze(-1)
+    merged = torch.lerp(out.float(), other.float(), weight.float()).to(out.dtype)
+    return merged, torch.logaddexp(lse, other_lse)
+
+
+class _Step:
+    """A step's plan with its index tensors and masks made."""
+
+    def __init__(self, meta: AttentionMetadata, block_size: int, dtype: torch.dtype) -> None:
+        query_lens, seq_lens = meta.lengths()
+        width = -(-max(seq_lens, default=0) // block_size)
+        plan = plan_step(query_lens, seq_lens, meta.block_tables[:, :width].tolist(), block_size)
+        self.idle = _index(plan.idle) if plan.idle else None
+        self.calls: list[_Decode | _Extend] = [_Decode(call, dtype) for call in plan.decodes]
+        self.calls += [_Extend(call) for call in plan.extends]
+        self.prefixes = [_Prefix(call, block_size) for call in plan.prefixes]
+        self.single = len(self.calls) == 1 and not self.prefixes and self.idle is None
+
+    def run(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+        if self.single:
+            return self.calls[0].run(q, kv, scale)[0]
+        out = torch.empty_like(q)
+        lses = torch.empty(q.shape[:2], dtype=torch.float32) if self.prefixes else None
+        for call in self.calls:
+            out[call.index], lse = call.run(q, kv, scale)
+            if lses is not None:
+                lses[call.index] = lse
+        for prefix in self.prefixes:
+            assert lses is not None
+            part, lse = prefix.run(q, kv, scale)
+            out[prefix.index] = _merge(out[prefix.index], lses[prefix.index], part, lse)[0]
+        if self.idle is not None:
+            out[self.idle] = 0
+        return out
+
+
+def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
+    """As `attention.paged_attention`, on CPU tensors of one dtype (float32, bfloat16 or float16), float32 inside."""
+    key = ("cpu", kv.shape[3], q.dtype)
+    step = meta.plan_cache.get(key)
+    if step is None:
+        step = meta.plan_cache[key] = _Step(meta, kv.shape[3], q.dtype)
+    return step.run(q, kv, scale)
