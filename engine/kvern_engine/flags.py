@@ -200,9 +200,9 @@ def parse_args(
 
 def _no_model(typed: Mapping[str, Any]) -> str:
     for field, value in typed.items():
-        if FLAGS[field].type == "list" and len(value) > 1:
+        if FLAGS[field].type == "list" and len(value) > 1:  # the value itself may be a key: do not show it
             return (
-                f"which model? --{FLAGS[field].name} took {' '.join(value)!r}: put MODEL first, or write --model MODEL"
+                f"which model? {FLAGS[field].option} took all that follows it: put MODEL first, or write --model MODEL"
             )
     return "which model? Name one, for example: kvern serve builtin://smollm2-135m"
 

@@ -4,9 +4,10 @@ Data only. `flags.py` reads it where a flag or a value is not known.
 """
 
 _NOT_YET = "is not offered yet"
+_ARE_NOT_YET = "are not offered yet"
 _SPECULATION = f"speculative decoding {_NOT_YET}; leave the flag out"
-_LORA = f"LoRA adapters {_NOT_YET}; serve merged weights instead"
-_TOOLS = f"tool calls {_NOT_YET}; leave the flag out"
+_LORA = f"LoRA adapters {_ARE_NOT_YET}; serve merged weights instead"
+_TOOLS = f"tool calls {_ARE_NOT_YET}; leave the flag out"
 _GRAPHS = "there is no compilation to configure: graph sizes are chosen at start; --enforce-eager turns graphs off"
 _TLS = "TLS ends in front of the engine (ingress, gateway or sidecar); leave the flag out"
 _LOGS = "requests are never logged and statistics are at /metrics; see --log-level"
@@ -32,12 +33,12 @@ REFUSED_FLAGS: dict[str, str] = {
     "enable-auto-tool-choice": _TOOLS,
     "tool-call-parser": _TOOLS,
     "tool-parser-plugin": _TOOLS,
-    "reasoning-parser": f"reasoning parsers {_NOT_YET.replace('is', 'are')}; leave the flag out",
+    "reasoning-parser": f"reasoning parsers {_ARE_NOT_YET}; leave the flag out",
     "enable-expert-parallel": f"expert parallelism {_NOT_YET}; leave the flag out",
     "decode-context-parallel-size": f"context parallelism {_NOT_YET}; leave the flag out",
     "guided-decoding-backend": f"structured output {_NOT_YET}; leave the flag out",
     "structured-outputs-config": f"structured output {_NOT_YET}; leave the flag out",
-    "limit-mm-per-prompt": f"image and audio inputs {_NOT_YET.replace('is', 'are')}; leave the flag out",
+    "limit-mm-per-prompt": f"image and audio inputs {_ARE_NOT_YET}; leave the flag out",
     "kv-transfer-config": f"disaggregated prefill {_NOT_YET}; leave the flag out",
     "kv-offloading-size": f"{_NOT_YET}; use --kv-cache-memory-bytes",
     "compilation-config": _GRAPHS,
@@ -67,8 +68,8 @@ REFUSED_FLAGS: dict[str, str] = {
     "max-logprobs": "the limit is 20 logprobs a token; leave the flag out",
     "prefix-caching-hash-algo": "prefix hashes are always SHA-256; leave the flag out",
     "calculate-kv-scales": f"{_NOT_YET}; leave the flag out",
-    "task": f"only text generation is offered; embeddings {_NOT_YET.replace('is', 'are')}",
-    "runner": f"only text generation is offered; embeddings {_NOT_YET.replace('is', 'are')}",
+    "task": f"only text generation is offered; embeddings {_ARE_NOT_YET}",
+    "runner": f"only text generation is offered; embeddings {_ARE_NOT_YET}",
     "hf-overrides": "edit the model's config.json instead",
     "rope-scaling": "edit rope_scaling in the model's config.json instead",
     "rope-theta": "edit rope_theta in the model's config.json instead",

@@ -214,36 +214,3 @@ class InprocWorkerClient:
 
     def close(self) -> None:
         self._pending.clear()
-
-
-class RecordingWorkerClient:
-    """Writes every plan to a file before passing it on: 4 bytes length (little endian), then the msgpack plan."""
-
-    def __init__(self, inner: "ProcessWorkerClient | InprocWorkerClient", path: str) -> None:
-        self._inner = inner
-        self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115 (closed in close); unbuffered: survives a kill
-
-    def submit(self, plan: StepPlan) -> None:
-        data = encode(plan)
-        self._file.write(len(data).to_bytes(4, "little") + data)
-        self._inner.submit(plan)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def close(self) -> None:
-        self._file.close()
-        self._inner.close()
-
-
-def read_recorded_plans(path: str) -> list[StepPlan]:
-    """The plans of a file that `--record-step-plans` wrote; a torn last record is left out."""
-    data, plans, at = Path(path).read_bytes(), [], 0
-    decode = msgspec.msgpack.Decoder(StepPlan).decode
-    while at + 4 <= len(data):
-        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
-        if end > len(data):
-            break
-        plans.append(decode(data[at + 4 : end]))
-        at = end
-    return plans

@@ -1,0 +1,130 @@
+"""The engine's command line: `kvern serve | generate | bench | fetch`.
+
+It parses, calls and words errors; a mistake of the user is one line on standard error and exit status 2 (wrong words)
+or 1 (it could not be done), never a traceback.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+from kvern_engine.flags import FLAGS, FlagError, add_engine_flags, flags_json, make_parser, parse_args
+
+USAGE = """\
+usage: kvern serve MODEL [flags]        an OpenAI-compatible server; --help lists the flags
+       kvern generate MODEL [--prompt TEXT] [flags]   an answer on standard output
+       kvern bench [WORKLOAD ...] [flags]             measure; JSON lines on standard output
+       kvern fetch builtin://smollm2-135m             download a built-in model
+"""
+
+# What makes no sense without a server.
+_SERVER_FLAGS = [f.field for f in FLAGS.values() if f.group == "Server"] + ["served_model_name", "data_parallel_size"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. `argv` is without the program's name."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    command, rest = (argv[0], argv[1:]) if argv else ("", [])
+    commands = {"serve": _serve, "generate": _generate, "bench": _bench, "fetch": _fetch}
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if command not in commands:
+        print(f"kvern: {f'there is no command {command!r}' if command else 'which command?'}", file=sys.stderr)
+        print(USAGE, end="", file=sys.stderr)
+        return 2
+    return _guarded(f"kvern {command}", commands[command], rest)
+
+
+def _guarded(name: str, command: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Run a command and turn what it raises for the user into lines and an exit status."""
+    from kvern_engine.supervisor import StartError
+
+    try:
+        return command(argv)
+    except FlagError as error:
+        return _complain(name, error.problems, 2)
+    except (StartError, ValueError, MemoryError) as error:
+        return _complain(name, str(error).splitlines() or [type(error).__name__], 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `kvern generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as end:  # --help
+        return int(end.code or 0)
+
+
+def _complain(name: str, problems: Iterable[str], status: int) -> int:
+    for problem in problems:
+        print(f"{name}: error: {problem}", file=sys.stderr)
+    return status
+
+
+def _serve(argv: list[str]) -> int:
+    from kvern_engine import logs
+    from kvern_engine.supervisor import serve
+
+    if argv == ["--dump-flags-json"]:
+        print(flags_json(), end="")
+        return 0
+    parser = make_parser("kvern serve", "Serve a model over the OpenAI API.")
+    add_engine_flags(parser)
+    config, _ = parse_args(parser, argv, os.environ)
+    # A person sees the progress lines instead; what goes wrong shows in both.
+    human = sys.stderr.isatty()
+    logs.setup("warning" if human and config.log_level == "info" else config.log_level, "supervisor", human)
+    return serve(config)
+
+
+def _generate(argv: list[str]) -> int:
+    parser = make_parser("kvern generate", "Answer one prompt; it is streamed to standard output as it is made.")
+    own = parser.add_argument_group("Prompt and sampling")
+    own.add_argument("-p", "--prompt", help="The prompt. Default: what standard input holds.")
+    own.add_argument("--system", help="System message in front of the prompt.")
+    own.add_argument("--raw", action="store_true", help="Continue the text as it is, without the chat template.")
+    own.add_argument("--max-tokens", help="Longest answer in tokens. Default: 512.", metavar="N")
+    own.add_argument("--temperature", help="0: always the most likely token. Default: the model's.", metavar="X")
+    own.add_argument("--top-p", help="Choose among the likeliest tokens that make up this share.", metavar="X")
+    own.add_argument("--top-k", help="Choose among this many tokens.", metavar="N")
+    own.add_argument("--stop", nargs="+", action="extend", help="End the answer at any of these texts.", metavar="TEXT")
+    add_engine_flags(parser, leave_out=_SERVER_FLAGS)
+    config, options = parse_args(parser, argv, os.environ)
+    from kvern_engine.generate import generate
+
+    return generate(config, options, sys.stdin, sys.stdout, sys.stderr)
+
+
+def _bench(argv: list[str]) -> int:
+    from kvern_engine.bench import main as bench
+
+    return bench(argv)
+
+
+def _fetch(argv: list[str]) -> int:
+    from kvern_engine.loading.fetch import FetchError, fetch_builtin
+
+    parser = make_parser("kvern fetch", "Download a built-in model into the cache folder (KVERN_CACHE_DIR).")
+    parser.add_argument("model", metavar="builtin://NAME")
+    name = parser.parse_args(argv).model
+    shown = ""
+
+    def progress(what: str, done: float) -> None:
+        nonlocal shown
+        line = f"{what} {done * 100:3.0f} %"
+        if sys.stderr.isatty() and line != shown:
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            shown = line
+
+    try:
+        files = fetch_builtin(name, progress)
+    except FetchError as error:
+        return _complain("\nkvern fetch" if shown else "kvern fetch", [str(error)], 1)
+    if shown:
+        print(file=sys.stderr)
+    print(files.path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

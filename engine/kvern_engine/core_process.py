@@ -1,0 +1,162 @@
+"""The process of one engine core: takes requests in, turns the core's loop, sends outputs out.
+
+CPU only: no torch is loaded here, unless the worker runs in this process (`--distributed-executor-backend uni`). The
+scheduling is in `core/`; this file is its sockets and its clock. While nothing is to be done it sleeps in poll, where
+a new request wakes it at once; twice a second it reports its state, which is also its heartbeat.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import zmq
+
+from kvern_engine.assemble import build_core
+from kvern_engine.config import EngineConfig
+from kvern_engine.core.loop import EngineCore, WorkerDiedError
+from kvern_engine.core.plan import WorkerProgress, WorkerReady
+from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, Outputs
+from kvern_engine.loading.config import read_model_config
+from kvern_engine.loading.resolve import resolve_model
+from kvern_engine.transport import (
+    SUPERVISOR_IN,
+    InprocWorkerClient,
+    ProcessWorkerClient,
+    bind,
+    connect,
+    core_in,
+    decode_to_core,
+    drain,
+    encode,
+    server_in,
+)
+
+log = logging.getLogger(__name__)
+
+STATS_SECONDS = 0.5
+EXIT_SAID_WHY = 3
+
+
+def core_main(
+    config_json: bytes, engine: int, socket_dir: str, worker_pids: Sequence[int] = (), num_servers: int = 1
+) -> int:
+    """Run core `engine` until it is killed or cannot go on; returns its exit status.
+
+    `worker_pids`: the processes of its workers in rank order; none: the worker runs in this process.
+    """
+    process = CoreProcess(EngineConfig.model_validate_json(config_json), engine, socket_dir, worker_pids, num_servers)
+    try:
+        process.start()
+        process.serve()
+    except WorkerDiedError as error:
+        return process.give_up(str(error))
+    except (ValueError, MemoryError) as error:  # said by loading or by the worker, for people
+        log.debug("cannot go on", exc_info=True)
+        return process.give_up(str(error))
+    except Exception as error:
+        log.exception("the engine core failed")
+        return process.give_up(f"{type(error).__name__}: {error}")
+
+
+class CoreProcess:
+    """The sockets of one core around its EngineCore."""
+
+    def __init__(
+        self, config: EngineConfig, engine: int, folder: str, worker_pids: Sequence[int], num_servers: int
+    ) -> None:
+        self._config, self._engine, self._folder = config, engine, folder
+        self._worker_pids = worker_pids
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox = bind(self._context, zmq.PULL, folder, core_in(engine))
+        self._servers = [
+            connect(self._context, zmq.PUSH, folder, server_in(i), linger_ms=500) for i in range(num_servers)
+        ]
+        self._supervisor = connect(self._context, zmq.PUSH, folder, SUPERVISOR_IN, linger_ms=1000)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._report_at = 0.0
+
+    def start(self) -> None:
+        """Wait for the worker and tell everybody that this engine takes requests."""
+        began = time.monotonic()
+        model_config = read_model_config(resolve_model(self._config.model, self._config.revision))
+        worker = self._make_worker()
+        ready = worker.wait_ready(self._progress)
+        self._core: EngineCore = build_core(self._config, self._engine, worker, ready, model_config)
+        worker.watch(self._poller)
+        self._worker = worker
+        message = CoreReady(
+            self._engine, ready.num_blocks, ready.block_size, ready.max_model_len, self._info(ready, began)
+        )
+        for sock in (*self._servers, self._supervisor):
+            sock.send(encode(message))
+
+    def _make_worker(self) -> ProcessWorkerClient | InprocWorkerClient:
+        rank = self._engine  # one worker an engine
+        if self._worker_pids:
+            return ProcessWorkerClient(self._context, self._folder, rank, self._engine, self._worker_pids[0])
+        from kvern_engine.worker import create_worker
+
+        return InprocWorkerClient(create_worker(self._config, rank), rank)
+
+    def _progress(self, phase: str, fraction: float) -> None:
+        self._supervisor.send(encode(WorkerProgress(self._engine, phase, fraction)))
+
+    def _info(self, ready: WorkerReady, began: float) -> dict[str, str | int | float]:
+        load = {f"{phase}_seconds": round(seconds, 3) for phase, seconds in ready.load_seconds.items()}
+        return {
+            "device": ready.device,
+            "dtype": ready.dtype,
+            "weight_bytes": ready.weight_bytes,
+            "kv_bytes": ready.kv_bytes,
+            "max_num_seqs": ready.max_num_seqs,
+            "max_num_batched_tokens": ready.max_num_batched_tokens,
+            "start_seconds": round(time.monotonic() - began, 3),
+            **load,
+        }
+
+    def serve(self) -> None:
+        """Receive, step, send; forever. Raises WorkerDiedError."""
+        core = self._core
+        while True:
+            self._receive()
+            if core.idle:
+                self._sleep()
+                continue
+            outputs = core.step()
+            for client, batch in outputs.items():
+                self._servers[client].send(encode(Outputs(self._engine, batch)), zmq.NOBLOCK)
+            self._report()
+
+    def _receive(self) -> None:
+        for data in drain(self._inbox):
+            message = decode_to_core(data)
+            if isinstance(message, AddRequest):
+                self._core.add_request(message)
+            elif isinstance(message, Abort):
+                self._core.abort(message.request_ids)
+
+    def _sleep(self) -> None:
+        """Until a message comes, the worker dies or the next report is due."""
+        left = self._report() - time.monotonic()
+        events = self._poller.poll(max(1, int(left * 1000)))
+        if any(source is not self._inbox for source, _ in events):
+            self._worker.collect(0)  # raises, with what the worker has to say
+            raise WorkerDiedError(self._engine, "its process is gone")
+
+    def _report(self) -> float:
+        """Send the engine's state to every API server if it is due; returns when the next one is."""
+        now = time.monotonic()
+        if now >= self._report_at:
+            self._report_at = now + STATS_SECONDS
+            data = encode(Outputs(self._engine, [], self._core.stats()))
+            for sock in self._servers:
+                sock.send(data, zmq.NOBLOCK)
+        return self._report_at
+
+    def give_up(self, reason: str) -> int:
+        """Tell the supervisor why (it tells the API servers); returns the exit status."""
+        self._supervisor.send(encode(EngineDead(self._engine, reason, last=False)))
+        for sock in (self._inbox, *self._servers, self._supervisor):
+            sock.close()
+        return EXIT_SAID_WHY

@@ -1,0 +1,114 @@
+"""Flags, environment and the words of their errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvern_engine import flags
+from kvern_engine.config import EngineConfig
+from kvern_engine.flags import FLAGS, FlagError, add_engine_flags, make_parser, parse_args
+
+REPO = Path(__file__).parents[3]
+
+
+def parse(*argv: str, **environ: str) -> EngineConfig:
+    parser = make_parser("kvern serve", "test")
+    add_engine_flags(parser)
+    return parse_args(parser, argv, environ)[0]
+
+
+def problems(*argv: str, **environ: str) -> list[str]:
+    with pytest.raises(FlagError) as caught:
+        parse(*argv, **environ)
+    return caught.value.problems
+
+
+def test_every_field_is_a_flag_and_an_environment_variable():
+    values = {"integer": "2048", "number": "0.5", "string": "x", "list": "x"}
+    for field, flag in FLAGS.items():
+        if field in ("model", "admin_port", "trust_remote_code"):
+            continue
+        if flag.type == "boolean":
+            assert getattr(parse("m", flag.option), field) is True
+            assert getattr(parse("m", f"--no-{flag.name}"), field) is False
+            assert getattr(parse("m", **{flag.env: "false"}), field) is False
+            continue
+        text = flag.choices[-1] if flag.choices else values[flag.type]
+        if flag.type == "integer" and flag.maximum is not None and flag.maximum < 2048:
+            text = "64"
+        typed = getattr(parse("m", flag.option, text), field)
+        assert typed == getattr(parse("m", **{flag.env: text}), field)
+        assert typed in (text, [text], float(text) if flag.type in ("integer", "number") else None)
+
+
+def test_model_by_position_flag_or_environment():
+    assert parse("m").model == parse("--model", "m").model == parse(KVERN_MODEL="m").model == "m"
+    assert problems() == ["which model? Name one, for example: kvern serve builtin://smollm2-135m"]
+    assert problems("a", "--model", "b") == ["two models are given: 'a' and --model 'b'"]
+    assert "--api-key took all that follows it" in problems("--api-key", "secret", "m")[0]
+    assert "secret" not in problems("--api-key", "secret", "m")[0]
+
+
+def test_lists_repeat_or_take_several_and_commas_separate_them_in_the_environment():
+    assert parse("m", "--served-model-name", "a", "b").served_model_name == ["a", "b"]
+    assert parse("m", "--served-model-name", "a", "--served-model-name", "b").served_model_name == ["a", "b"]
+    assert parse("m", KVERN_API_KEYS="a, b,").api_key == ["a", "b"]
+
+
+def test_a_flag_beats_the_environment_and_spellings_are_forgiving():
+    config = parse("m", "--max_model_len", "64", "--enable-prefix-caching=false", "-dp", "2", KVERN_MAX_MODEL_LEN="32")
+    assert (config.max_model_len, config.enable_prefix_caching, config.data_parallel_size) == (64, False, 2)
+    assert parse("m", KVERN_PORT="tcp://10.0.0.1:8000").port == 8000  # a Kubernetes service link
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--max-modellen", "4"], "unknown flag --max-modellen; did you mean --max-model-len?"),
+        (["--zzzzzz"], "unknown flag --zzzzzz; --help lists all flags"),
+        (["--swap-space", "4"], "--swap-space was removed: a preempted request is recomputed"),
+        (["--swap-space=4"], "use --kv-cache-memory-bytes or --gpu-memory-utilization"),
+        (["--cpu-offload-gb", "4"], "--cpu-offload-gb is not offered yet; to fit a model use --dtype"),
+        (["--speculative-config", "{}"], "--speculative-config: speculative decoding is not offered yet"),
+        (["--enable-lora"], "--enable-lora: LoRA adapters are not offered yet"),
+        (["--max-model-len", "0"], "--max-model-len: '0' is not a whole number at least 1"),
+        (["--port", "99999"], "--port: '99999' is not a whole number from 0 to 65535"),
+        (["--port", "abc"], "--port: 'abc' is not a whole number from 0 to 65535"),
+        (["--gpu-memory-utilization", "1.5"], "'1.5' is not a number above 0 and at most 1"),
+        (["--dtype", "half"], "--dtype: 'half' is not one of auto, float32, float16, bfloat16 (use float16)"),
+        (["--quantization", "awq"], "--quantization: 'awq' is not one of fp8"),
+        (["--quantization", "awq"], "(awq is not offered yet)"),
+        (["--block-size", "24"], "--block-size must be a power of two, got 24"),
+        (["--trust-remote-code"], "Kvern never runs code that a model brings"),
+        (["--admin-port", "9000"], "--admin-port needs --admin-token-file"),
+        (["--port"], "--port: expected one argument"),
+        (["--enable-prefix-caching=maybe"], "--enable-prefix-caching: 'maybe' is neither true nor false"),
+        (["another"], "what is this? another"),
+    ],
+)
+def test_errors_name_the_flag_the_value_and_what_would_be_right(argv, words):
+    (problem,) = problems("m", *argv)
+    assert words in problem
+
+
+def test_every_problem_gets_a_line_and_the_environment_is_named():
+    assert len(problems("m", "--port", "x", "--max-model-len", "0")) == 2
+    (problem,) = problems("m", KVERN_MAX_NUM_SEQS="many")
+    assert problem == "KVERN_MAX_NUM_SEQS (--max-num-seqs): 'many' is not a whole number from 1 to 4096"
+
+
+def test_help_groups_the_flags_and_names_their_variables(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse("--help")
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    for words in ("Memory:", "--max-model-len N", "[KVERN_MAX_MODEL_LEN]", "--no-enable-prefix-caching"):
+        assert words in text
+
+
+def test_the_operators_list_of_flags_is_fresh():
+    path = REPO / "operator/kvern_operator/api/engine_flags.json"
+    assert path.read_text() == flags.flags_json(), f"run: python -m kvern_engine.flags > {path.relative_to(REPO)}"
+    listed = {entry["field"] for entry in json.loads(path.read_text())["flags"]}
+    assert listed == set(EngineConfig.model_fields)
