@@ -1,0 +1,229 @@
+"""Model descriptions: exact values of both test models, both spellings of everything, and each error's text."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvern_engine.loading.config import ModelConfigError, read_generation_config, read_model_config
+from kvern_engine.loading.resolve import ModelFiles
+from kvern_engine.model_config import ModelConfig
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., ModelFiles]:
+    """folder(field=value, ...) -> a model folder; None takes a field out."""
+
+    def make(generation: dict[str, Any] | None = None, **changes: Any) -> ModelFiles:
+        config = {key: value for key, value in {**BASE, **changes}.items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return ModelFiles("m", "folder", tmp_path)
+
+    return make
+
+
+def test_smollm2(smollm2: ModelFiles) -> None:
+    assert read_model_config(smollm2) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=100000.0,
+        tie_word_embeddings=True,
+        dtype="float32",
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+    assert read_generation_config(smollm2) == {}
+
+
+def test_tiny_kjv(tiny_kjv: ModelFiles) -> None:
+    assert read_model_config(tiny_kjv) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        bos_token_id=0,
+        eos_token_ids=(0,),
+    )
+    assert read_generation_config(tiny_kjv) == {}
+
+
+def test_defaults_of_a_bare_config(folder: Callable[..., ModelFiles]) -> None:
+    config = read_model_config(folder())
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.rope_theta) == (8, 32, 1e-6, 10000.0)
+    assert (config.dtype, config.tie_word_embeddings, config.eos_token_ids, config.bos_token_id) == (
+        "float32",
+        False,
+        (),
+        None,
+    )
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 500000, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", **LLAMA3}},
+    ],
+)
+def test_every_spelling_of_rope(folder: Callable[..., ModelFiles], fields: dict[str, Any]) -> None:
+    config = read_model_config(folder(**fields))
+    assert config.rope_theta == 500000.0 and config.rope_scaling == {"rope_type": "llama3", **LLAMA3}
+
+
+def test_eos_ids_are_united(folder: Callable[..., ModelFiles]) -> None:
+    files = folder(eos_token_id=[7, 8], generation={"eos_token_id": [8, 9]}, torch_dtype="float16", bos_token_id=1)
+    config = read_model_config(files)
+    assert config.eos_token_ids == (7, 8, 9) and config.dtype == "float16" and config.bos_token_id == 1
+
+
+def test_generation_defaults(folder: Callable[..., ModelFiles]) -> None:
+    files = folder(generation={"temperature": 0.6, "top_p": 0.9, "top_k": 50, "do_sample": True, "min_p": None})
+    assert read_generation_config(files) == {"temperature": 0.6, "top_p": 0.9, "top_k": 50}
+    with pytest.raises(ModelConfigError, match=r"generation_config.json: top_p must be above 0 and at most 1, got 7"):
+        read_generation_config(folder(generation={"top_p": 7}))
+    with pytest.raises(ModelConfigError, match=r"generation_config.json: "):
+        read_generation_config(folder(generation={"top_p": "high"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "'Qwen2ForCausalLM' is not supported; supported: LlamaForCausalLM"),
+        ({"architectures": None}, "architecture None is not supported"),
+        ({"hidden_size": None}, "hidden_size is missing; it must be a whole number above 0"),
+        ({"vocab_size": "many"}, "vocab_size must be a whole number above 0, got 'many'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number above 0, got 0"),
+        ({"num_key_value_heads": 3}, "8 attention heads cannot be shared by 3 KV heads"),
+        ({"hidden_size": 250}, "head_dim is missing and hidden_size 250 is not a multiple of num_attention_heads 8"),
+        ({"head_dim": 33}, "head_dim must be even for rotary embeddings, got 33"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a number above 0, got -1"),
+        ({"rope_theta": "big"}, "rope_theta must be a number above 0, got 'big'"),
+        ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
+        ({"torch_dtype": "float64"}, "torch_dtype must be one of float32, float16, bfloat16, got 'float64'"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id must be a token id or a list of them, got ['</s>']"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq', which is not supported"),
+    ],
+)
+def test_errors_name_field_value_and_rule(folder: Callable[..., ModelFiles], changes: dict[str, Any], text: str) -> None:
+    files = folder(**changes)
+    with pytest.raises(ModelConfigError) as caught:
+        read_model_config(files)
+    assert text in str(caught.value) and str(files.path) in str(caught.value)
+
+
+def test_unreadable_files(folder: Callable[..., ModelFiles]) -> None:
+    files = folder()
+    for content, text in (("{", "not valid JSON"), ("[]", "expected a JSON object, got list")):
+        (files.path / "config.json").write_text(content)
+        with pytest.raises(ModelConfigError, match=text):
+            read_model_config(files)
+    (files.path / "config.json").unlink()
+    with pytest.raises(ModelConfigError, match=r"config\.json: no such file"):
+        read_model_config(files)
+
+
+def gguf_config(path: Path) -> ModelConfig:
+    return read_model_config(ModelFiles("m", "gguf", path))
+
+
+def test_gguf_defaults_and_end_ids(write_gguf: Callable[..., Path]) -> None:
+    config = gguf_config(
+        write_gguf(
+            llama__attention__head_count_kv=None,
+            **{f"tokenizer.ggml.{name}_token_id": index for index, name in enumerate(("bos", "eos", "eot", "eom"), 1)},
+        )
+    )
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.tie_word_embeddings) == (4, 32, 1e4, False)
+    assert (config.vocab_size, config.rms_norm_eps, config.bos_token_id) == (320, 1e-6, 1)
+    assert config.eos_token_ids == (2, 3, 4)
+
+
+def llama3_factors(scale: float, head_dim: int = 32, base: float = 10000.0) -> np.ndarray:
+    """Divisors of the rotary frequencies, from the wavelengths as Llama 3.1 states its rule."""
+    wavelength = 2 * np.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = (8192 / wavelength - 1) / (4 - 1)
+    between = 1 / ((1 - smooth) / scale + smooth)
+    factors = np.where(wavelength < 8192 / 4, 1.0, np.where(wavelength > 8192 / 1, scale, between))
+    return factors.astype(np.float32)
+
+
+def test_gguf_rope_scaling(write_gguf: Callable[..., Path]) -> None:
+    embedding = {"token_embd.weight": np.zeros((320, 128), np.float32)}
+    factors = llama3_factors(8.0)
+    assert 1.0 in factors and 8.0 in factors and len(np.unique(factors)) > 2
+    assert gguf_config(write_gguf({**embedding, "rope_freqs.weight": factors})).rope_scaling == {
+        "rope_type": "llama3",
+        **LLAMA3,
+    }
+    linear = write_gguf(embedding, llama__rope__scaling__type="linear", llama__rope__scaling__factor=2.0)
+    assert gguf_config(linear).rope_scaling == {"rope_type": "linear", "factor": 2.0}
+    yarn = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
+    assert gguf_config(write_gguf(embedding, llama__rope__scaling__original_context_length=64, **yarn)).rope_scaling == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    factors[5] *= 1.5
+    with pytest.raises(ModelConfigError, match="frequency factors of an unknown rule"):
+        gguf_config(write_gguf({**embedding, "rope_freqs.weight": factors}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architecture": "mamba"}, "GGUF architecture 'mamba' is not supported; supported: llama"),
+        ({"llama__block_count": None}, "block_count is missing"),
+        ({"llama__attention__layer_norm_rms_epsilon": None}, "attention.layer_norm_rms_epsilon is missing"),
+        ({"llama__rope__dimension_count": 16, "llama__attention__key_length": 32}, "partial rotary is not supported"),
+        ({"llama__expert_count": 8}, "mixtures of experts are not supported"),
+        ({"llama__rope__scaling__type": "longrope"}, "rope.scaling.type must be none, linear or yarn, got 'longrope'"),
+        ({"tensors": {}}, "tensor 'token_embd.weight' is missing"),
+    ],
+)
+def test_gguf_errors(write_gguf: Callable[..., Path], changes: dict[str, Any], text: str) -> None:
+    path = write_gguf(**changes)
+    with pytest.raises(ModelConfigError) as caught:
+        gguf_config(path)
+    assert text in str(caught.value) and str(path) in str(caught.value)

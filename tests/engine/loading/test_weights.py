@@ -1,0 +1,186 @@
+"""Tensors under their Hugging Face names: values against transformers' and the gguf package's own readers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvern_engine.loading.checkpoint import hf_name
+from kvern_engine.loading.config import read_model_config
+from kvern_engine.loading.gguf import GGUFFile
+from kvern_engine.loading.resolve import ModelFiles
+from kvern_engine.loading.weights import WeightsError, check_weights, iter_weights, weight_shapes
+
+
+def test_tiny_kjv_equals_the_file(tiny_kjv: ModelFiles) -> None:
+    config = read_model_config(tiny_kjv)
+    expected = load_file(tiny_kjv.path / "model.safetensors")
+    own = dict(iter_weights(tiny_kjv, config))
+    assert set(own) == set(expected) - {"lm_head.weight"}
+    for name, tensor in own.items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, expected[name]), name
+    assert weight_shapes(tiny_kjv, config) == {name: tuple(tensor.shape) for name, tensor in own.items()}
+
+
+def test_smollm2_is_complete(smollm2: ModelFiles, smollm2_file: GGUFFile) -> None:
+    config = read_model_config(smollm2)
+    shapes = weight_shapes(smollm2, config)
+    assert len(shapes) == 272 and shapes["model.embed_tokens.weight"] == (49152, 576)
+    assert "lm_head.weight" not in shapes and shapes["model.layers.29.self_attn.k_proj.weight"] == (192, 576)
+    total = 0
+    for name, tensor in iter_weights(smollm2, config):
+        assert tuple(tensor.shape) == shapes.pop(name) and tensor.dtype == torch.float32
+        total += tensor.numel()
+    assert not shapes and total == 134_515_008
+
+
+def test_smollm2_rotary_rows(smollm2: ModelFiles, smollm2_file: GGUFFile) -> None:
+    """Row by row: rotary pair i of a head is rows (2i, 2i+1) in the file and (i, i + 32) in the result."""
+    wanted = {
+        "model.layers.3.self_attn.q_proj.weight": ("blk.3.attn_q.weight", 9),
+        "model.layers.3.self_attn.k_proj.weight": ("blk.3.attn_k.weight", 3),
+    }
+    found = {name: tensor for name, tensor in iter_weights(smollm2, read_model_config(smollm2)) if name in wanted}
+    for name, (own, heads) in wanted.items():
+        stored = smollm2_file.dequantize(own)
+        for head in range(heads):
+            for pair in range(32):
+                for half in range(2):
+                    row = found[name][head * 64 + half * 32 + pair].numpy()
+                    np.testing.assert_array_equal(row, stored[head * 64 + 2 * pair + half])
+    value = "model.layers.3.self_attn.v_proj.weight"
+    stored_value = smollm2_file.dequantize("blk.3.attn_v.weight")
+    tensor = next(tensor for name, tensor in iter_weights(smollm2, read_model_config(smollm2)) if name == value)
+    np.testing.assert_array_equal(tensor.numpy(), stored_value)
+
+
+@pytest.mark.parametrize("quant", ["F32", "Q4_1"])
+def test_gguf_equals_transformers_loader(write_gguf: Callable[..., Path], quant: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = write_gguf(quant=quant)
+    files = ModelFiles("tiny", "gguf", path)
+    config = read_model_config(files)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.vocab_size,
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                num_hidden_layers=config.num_layers,
+                num_attention_heads=config.num_heads,
+                num_key_value_heads=config.num_kv_heads,
+            )
+        )
+    expected = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    own = dict(iter_weights(files, config))
+    assert set(own) == set(expected) == set(model.state_dict())
+    for name, tensor in own.items():
+        assert torch.equal(tensor, expected[name]), name
+    check_weights({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, weight_shapes(files, config))
+
+
+def test_gguf_names_and_biases(write_gguf: Callable[..., Path]) -> None:
+    assert hf_name("blk.12.ffn_down.weight") == "model.layers.12.mlp.down_proj.weight"
+    assert hf_name("output.weight") == "lm_head.weight" and hf_name("blk.0.attn_q.bias")
+    assert hf_name("blk.0.ssm_a.weight") is None and hf_name("rope_freqs.weight") is None and hf_name("odd") is None
+    bias = np.arange(128, dtype=np.float32)
+    tensors = {
+        "token_embd.weight": np.zeros((320, 128), np.float32),
+        "blk.0.attn_q.bias": bias,
+        "blk.0.attn_odd.weight": bias,
+        "rope_freqs.weight": np.ones(16, np.float32),
+    }
+    files = ModelFiles("m", "gguf", write_gguf(tensors))
+    config = read_model_config(files)
+    assert config.attention_bias and config.tie_word_embeddings
+    own = dict(iter_weights(files, config))
+    assert set(own) == {"model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.bias", "blk.0.attn_odd.weight"}
+    head = own["model.layers.0.self_attn.q_proj.bias"][:32].tolist()
+    assert head == [*range(0, 32, 2), *range(1, 32, 2)]
+
+
+@pytest.fixture
+def sharded(tiny_kjv: ModelFiles, tmp_path: Path) -> ModelFiles:
+    (tmp_path / "config.json").write_bytes((tiny_kjv.path / "config.json").read_bytes())
+    tensors = load_file(tiny_kjv.path / "model.safetensors")
+    weight_map = {}
+    for index, name in enumerate(sorted(tensors)):
+        weight_map[name] = f"model-{index % 2 + 1:05}-of-00002.safetensors"
+    for shard in set(weight_map.values()):
+        save_file({name: tensors[name] for name, place in weight_map.items() if place == shard}, tmp_path / shard)
+    # What is not named by the index is not read.
+    save_file({"stray.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return ModelFiles("sharded", "folder", tmp_path)
+
+
+def test_shards_make_one_checkpoint(sharded: ModelFiles, tiny_kjv: ModelFiles) -> None:
+    config = read_model_config(sharded)
+    assert weight_shapes(sharded, config) == weight_shapes(tiny_kjv, config)
+    whole = dict(iter_weights(tiny_kjv, config))
+    parts = dict(iter_weights(sharded, config))
+    assert set(parts) == set(whole) and all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_a_tied_head_and_old_constants_are_left_out(tiny_kjv: ModelFiles, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_kjv.path / "config.json").read_bytes())
+    extra = {"lm_head.weight": torch.zeros(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    save_file({"model.norm.weight": torch.ones(128), **extra}, tmp_path / "model.safetensors")
+    files = ModelFiles("m", "folder", tmp_path)
+    config = read_model_config(files)
+    assert config.tie_word_embeddings
+    assert [name for name, _ in iter_weights(files, config)] == ["model.norm.weight"]
+    assert weight_shapes(files, config) == {"model.norm.weight": (128,)}
+
+
+def failure(files: ModelFiles, tiny_kjv: ModelFiles) -> str:
+    config = read_model_config(tiny_kjv)
+    with pytest.raises(WeightsError) as caught:
+        weight_shapes(files, config)
+    with pytest.raises(WeightsError):
+        list(iter_weights(files, config))
+    return str(caught.value)
+
+
+def test_damaged_folders(sharded: ModelFiles, tiny_kjv: ModelFiles) -> None:
+    folder = sharded.path
+    shard = folder / "model-00002-of-00002.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    assert f"{shard}: truncated: its tensors end at byte {len(whole):,}" in failure(sharded, tiny_kjv)
+    shard.write_bytes(whole[:4])
+    assert "not a safetensors file or truncated (4 bytes); download it again" in failure(sharded, tiny_kjv)
+    shard.write_bytes(whole[:8] + b"?" + whole[9:])
+    assert "the safetensors header is damaged" in failure(sharded, tiny_kjv)
+    shard.unlink()
+    assert "1 of 2 shards named by model.safetensors.index.json are missing: model-00002-of-00002" in failure(
+        sharded, tiny_kjv
+    )
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert "weight_map is missing" in failure(sharded, tiny_kjv)
+
+
+def test_folders_without_safetensors(tmp_path: Path, tiny_kjv: ModelFiles) -> None:
+    files = ModelFiles("m", "folder", tmp_path)
+    assert f"{tmp_path}: no .safetensors file" in failure(files, tiny_kjv)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    assert "pytorch_model.bin may hold pickled code and are not read: convert them" in failure(files, tiny_kjv)
+
+
+def test_check_weights_names_everything() -> None:
+    expected = {"a": (2, 3), "b": (4,), "c": (5,)}
+    check_weights(expected, {"c": (5,), "b": (4,), "a": (2, 3)})
+    with pytest.raises(WeightsError) as caught:
+        check_weights(expected, {"a": (3, 2), "b": (4,), "d": (1,)})
+    assert str(caught.value) == (
+        "the checkpoint does not fit the model: tensors 1 missing: c; 1 unexpected: d; "
+        "1 of the wrong shape: a is [3, 2], must be [2, 3]"
+    )
+    with pytest.raises(WeightsError, match=r"9 missing: w0, w1, w2, w3 and 5 more$"):
+        check_weights({f"w{index}": (1,) for index in range(9)}, {})
