@@ -1,0 +1,134 @@
+"""Prompts: how a step's tokens are shared among them, who leaves the queue, and when choices fork.
+
+Decides for prompts only; decodes have had their tokens before, and nothing here preempts anybody.
+
+*No thrashing*: a sequence is admitted only where its whole prompt fits and every running sequence can still grow by a
+block (by two, where it had been preempted); while a preempted one waits for room, nobody behind it is let in.
+*No starvation*: those behind a sequence that does not fit may overtake it a bounded number of times, then admission
+waits for it. *Long prompts delay nobody*: the first prompt in the order gets half of the tokens where others want some;
+the other half goes to the shortest first, and what they leave goes back to the first.
+"""
+
+from kvern_engine.core.limits import SchedulerConfig
+from kvern_engine.core.sequence import Sequence, State
+from kvern_engine.core.state import Books, Draft
+
+_WINDOW = 32  # sequences of the queue looked at in one step, beyond those admitted
+
+
+def share_budget(wanted: list[int], budget: int, contested: bool) -> list[int]:
+    """Tokens for each of the prompts in order, which want `wanted` (all > 0); together at most `budget`.
+
+    Contested: the first one leaves half to the others, the shortest of which come first; some may be left over.
+    """
+    takes = [0] * len(wanted)
+    if wanted:
+        takes[0] = min(wanted[0], -(-budget // 2) if contested else budget)
+        budget -= takes[0]
+    for index in sorted(range(1, len(wanted)), key=wanted.__getitem__):
+        takes[index] = min(wanted[index], budget)
+        budget -= takes[index]
+    return takes
+
+
+def fork_deferred(books: Books, draft: Draft, budget: int) -> int:
+    """Let deferred choices fork from a sibling whose prompt is computed; returns what is left of the budget."""
+    head = books.waiting[0] if books.waiting else None
+    for request in list(books.forking):
+        if head is not None and head.state is State.PREEMPTED and head.key < request.deferred[0].key:
+            break
+        parent = request.prompt_holder()
+        if parent is None:
+            continue
+        room = books.pool.num_free - books.num_growing()
+        while request.deferred and budget and books.free_rows and room > 0:
+            books.fork(request.deferred[0], parent, draft)
+            budget -= 1
+            room -= 2  # its copy, and one to grow into
+    return budget
+
+
+def schedule_prompts(books: Books, draft: Draft, budget: int, per_request: int, config: SchedulerConfig) -> None:
+    """Write prompt chunks into the draft: running prefills, then admissions, then what is left to the first again."""
+    takes: dict[Sequence, int] = {}
+    prefills = list(books.prefills)
+    wanted = [min(len(seq.tokens) - seq.num_computed, per_request) for seq in prefills]
+    contested = len(prefills) > 1 or bool(books.waiting and books.free_rows)
+    for seq, take in zip(prefills, share_budget(wanted, budget, contested), strict=True):
+        takes[seq] = take
+        budget -= take
+        books.publish(seq, seq.num_computed + take, draft.fresh)
+    lead_left = len(prefills[0].tokens) - prefills[0].num_computed - takes[prefills[0]] if prefills else 0
+    if books.waiting and books.free_rows and books.room_changed:
+        budget = _admit(books, draft, takes, budget, per_request, lead_left // 2 if lead_left else None, config)
+    for seq in list(books.prefills):
+        more = min(len(seq.tokens) - seq.num_computed, per_request) - takes[seq]
+        takes[seq] += min(more, budget)
+        budget -= min(more, budget)
+        if takes[seq]:
+            _compute_chunk(books, draft, seq, takes[seq])
+
+
+def _compute_chunk(books: Books, draft: Draft, seq: Sequence, count: int) -> None:
+    if seq.wants_prompt_logprobs:
+        draft.prompt_logprobs.append((seq.row, seq, seq.num_computed))
+    last = seq.num_computed + count == len(seq.tokens)
+    draft.compute(seq, count, last)
+    draft.prefill_tokens += count
+    books.publish(seq, seq.num_computed, draft.fresh)
+    if last:
+        books.start_decoding(seq)
+
+
+def _admit(
+    books: Books,
+    draft: Draft,
+    takes: dict[Sequence, int],
+    budget: int,
+    per_request: int,
+    longest: int | None,
+    config: SchedulerConfig,
+) -> int:
+    """Place sequences of the queue while tokens, rows and blocks last; returns what is left of the budget.
+
+    `longest`: most tokens that one may still have to compute, where a long prompt is on its way already.
+    """
+    pool = books.pool
+    growing = books.num_growing()
+    passed: list[Sequence] = []
+    only_room_lacked = True
+    position = 0
+    while budget > 0 and books.free_rows and position < min(len(books.waiting), _WINDOW):
+        seq = books.waiting[position]
+        if seq.in_flight:  # preempted, and its last token is not known yet
+            only_room_lacked = False
+            break
+        hits = books.cached_prefix(seq)
+        if not draft.fresh.isdisjoint(hits):  # its prefix is being computed in this step: the next one finds it
+            only_room_lacked = False
+            position += 1
+            continue
+        rest = len(seq.tokens) - len(hits) * pool.block_size
+        if not config.enable_chunked_prefill and rest > budget:
+            only_room_lacked = False
+            break
+        need = pool.blocks_for(len(seq.tokens)) - len(hits) + pool.num_idle(hits)
+        headroom = 2 * growing if seq.state is State.PREEMPTED else growing
+        short_enough = longest is None or rest <= longest
+        if not short_enough or pool.num_free - need < headroom:
+            only_room_lacked &= short_enough
+            if seq.state is State.PREEMPTED or seq.passed_over >= config.patience:
+                break
+            passed.append(seq)
+            position += 1
+            continue
+        books.place(seq, hits, draft)
+        growing += seq.stop_len - 1 > len(seq.blocks) * pool.block_size
+        takes[seq] = min(rest, per_request, budget)
+        budget -= takes[seq]
+        books.publish(seq, seq.num_computed + takes[seq], draft.fresh)
+        for other in passed:
+            other.passed_over += 1
+    if only_room_lacked and budget > 0 and books.free_rows:
+        books.room_changed = False
+    return budget

@@ -1,0 +1,95 @@
+"""The sizes that bound a scheduler, with the defaults that depend on the device filled in.
+
+`EngineConfig` says what the user asked for (None: choose for me); a `SchedulerConfig` says what holds.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvern_engine.config import EngineConfig
+
+CPU_BATCH = (64, 2048)  # sequences, tokens
+GPU_BATCH = (256, 8192)
+LARGE_GPU_BATCH = (1024, 8192)
+
+# Where the chunk governor aims, a little under what is promised (3x on a CPU, 2x on a GPU): steps are not all equal.
+CPU_ITL_FACTOR = 2.6
+GPU_ITL_FACTOR = 1.8
+
+
+def resolve_batch_limits(config: EngineConfig, device: str) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens) for a device ("cpu", "sim", "cuda", or a name such as "NVIDIA H200").
+
+    What the config does not say follows from the device and from what it does say. Raises ValueError where both are
+    given and contradict each other.
+    """
+    name = device.lower()
+    if name.startswith("cpu"):
+        seqs, tokens = CPU_BATCH
+    elif name.startswith("sim") or "h100" in name or "h200" in name:
+        seqs, tokens = LARGE_GPU_BATCH
+    else:
+        seqs, tokens = GPU_BATCH
+    if config.max_num_batched_tokens is not None:
+        tokens = config.max_num_batched_tokens
+        seqs = min(seqs, tokens)
+    if config.max_num_seqs is not None:
+        seqs = config.max_num_seqs
+        if config.max_num_batched_tokens is None:
+            tokens = max(tokens, seqs)
+    if tokens < seqs:
+        raise ValueError(
+            f"max_num_batched_tokens must be at least max_num_seqs, so that every sequence can decode in each step; "
+            f"got {tokens} tokens for {seqs} sequences"
+        )
+    return seqs, tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What a scheduler keeps to. Sizes in tokens or sequences; raises ValueError naming the field that cannot hold.
+
+    `patience`: how many requests may overtake one that does not fit yet before admission waits for it.
+    `itl_factor`: how many times longer than a decode-only step a step with a prompt in it may take.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int | None = None
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    itl_factor: float = CPU_ITL_FACTOR
+    patience: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), "
+                f"got {self.max_num_batched_tokens}"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"without chunked prefill max_num_batched_tokens must be at least max_model_len "
+                f"({self.max_model_len}), got {self.max_num_batched_tokens}: raise it, lower max_model_len or leave "
+                f"enable_chunked_prefill on"
+            )
+
+    @classmethod
+    def from_engine(cls, config: EngineConfig, max_model_len: int, device: str) -> "SchedulerConfig":
+        """The config of an engine whose worker reported `max_model_len` and `device` (see `resolve_batch_limits`)."""
+        seqs, tokens = resolve_batch_limits(config, device)
+        return cls(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            max_model_len=max_model_len,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            policy=config.scheduling_policy,
+            itl_factor=CPU_ITL_FACTOR if device.lower().startswith("cpu") else GPU_ITL_FACTOR,
+            seed=config.seed,
+        )

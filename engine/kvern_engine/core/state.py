@@ -1,0 +1,236 @@
+"""The scheduler's books: who waits, who runs, who holds which row and blocks, and the plan being drawn up.
+
+Moves between states, without deciding when: that is `scheduler.py` (decodes, preemption) and `admission.py` (prompts,
+forks). Rows and blocks are given back in one place, `Books.release`, whatever ended or interrupted a sequence.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from kvern_engine.core.block_pool import BlockPool
+from kvern_engine.core.plan import AddedRow
+from kvern_engine.core.sequence import Request, Sequence, State
+
+
+def _key(seq: Sequence) -> tuple[int, int, int]:
+    return seq.key
+
+
+@dataclass(slots=True)
+class Draft:
+    """A StepPlan in the making, and beside each of its rows the sequence in it (`seqs[i]` is in `rows[i]`).
+
+    `fresh` holds blocks that this very step fills: nobody may start behind them before the next plan.
+    """
+
+    rows: list[int]
+    seqs: list[Sequence]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]
+    added: list[AddedRow] = field(default_factory=list)
+    block_edits: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    fresh: set[int] = field(default_factory=set)
+    decode_rows: int = 0
+    prefill_tokens: int = 0
+    admitted: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, Sequence, int]] = field(default_factory=list)  # row, sequence, first position
+
+    def compute(self, seq: Sequence, count: int, sample: bool) -> None:
+        self.rows.append(seq.row)
+        self.seqs.append(seq)
+        self.starts.append(seq.num_computed)
+        self.counts.append(count)
+        self.samples.append(sample)
+        seq.num_computed += count
+
+
+class Books:
+    """All sequences of an engine by state. Lists handed to a plan are replaced, never changed in place.
+
+    waiting: WAITING and PREEMPTED, in the order of the queue. prefills: PREFILL, in the same order. decodes: DECODE
+    (`refresh_decodes` first). draining: DRAINING ones that still hold a row. forking: requests with DEFERRED choices.
+    """
+
+    def __init__(self, pool: BlockPool, max_num_seqs: int) -> None:
+        self.pool = pool
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.removed_rows: list[int] = []
+        self.waiting: list[Sequence] = []
+        self.prefills: list[Sequence] = []
+        self.draining: list[Sequence] = []
+        self.forking: list[Request] = []
+        self.decodes: list[Sequence] = []
+        self.decode_rows: list[int] = []
+        self._joining: list[Sequence] = []
+        self._decodes_changed = False
+        self.num_rows = max_num_seqs
+        self.room_changed = True  # blocks were freed or prefixes published since admission last found no room
+        self.preemptions = 0
+
+    # -- the queue ---------------------------------------------------------------------------------------------------
+
+    def enqueue(self, seq: Sequence) -> None:
+        insort(self.waiting, seq, key=_key)
+        self.room_changed = True
+
+    def promote_deferred(self, request: Request) -> None:
+        """Nobody is left to fork from: the first deferred choice computes (or finds) the prompt by itself."""
+        active = any(choice.state not in (State.DEFERRED, State.FINISHED) for choice in request.choices)
+        if request.deferred and not active:
+            seq = request.deferred[0]
+            self._leave_deferred(seq)
+            seq.state = State.WAITING
+            self.enqueue(seq)
+
+    def defer(self, seq: Sequence) -> None:
+        seq.state = State.DEFERRED
+        if not seq.request.deferred:
+            self.forking.append(seq.request)
+        seq.request.deferred.append(seq)
+
+    def _leave_deferred(self, seq: Sequence) -> None:
+        seq.request.deferred.remove(seq)
+        if not seq.request.deferred:
+            self.forking.remove(seq.request)
+
+    # -- into the batch ----------------------------------------------------------------------------------------------
+
+    def place(self, seq: Sequence, hits: list[int], draft: Draft) -> None:
+        """Give a waiting sequence a row and blocks for all its known tokens, the first of them found in the cache."""
+        self.waiting.remove(seq)
+        seq.own_tokens()
+        pool = self.pool
+        pool.share(hits)  # before allocating, which would reuse them
+        seq.blocks = hits + pool.allocate(pool.blocks_for(len(seq.tokens)) - len(hits))
+        seq.num_published = len(hits)
+        seq.num_computed = seq.num_hits = len(hits) * pool.block_size
+        seq.state = State.PREFILL
+        insort(self.prefills, seq, key=_key)
+        self._add_row(seq, draft)
+        draft.admitted.append(seq)
+
+    def fork(self, child: Sequence, parent: Sequence, draft: Draft) -> None:
+        """Share the parent's prompt with a deferred choice, which computes only the last prompt token again.
+
+        The block of that token is written by both, so the child gets a copy of it.
+        """
+        self._leave_deferred(child)
+        child.own_tokens()
+        pool = self.pool
+        last, offset = divmod(child.num_prompt - 1, pool.block_size)
+        child.blocks = parent.blocks[: last + 1]
+        pool.share(child.blocks)
+        child.blocks[last] = pool.make_writable(child.blocks[last])
+        if offset:
+            draft.copies.append((parent.blocks[last], child.blocks[last]))
+        child.digests = list(parent.block_digests(last, pool.block_size))
+        child.num_published = last
+        child.num_computed = child.num_prompt - 1
+        self._add_row(child, draft)
+        draft.compute(child, 1, True)
+        draft.decode_rows += 1
+        self.start_decoding(child)
+
+    def _add_row(self, seq: Sequence, draft: Draft) -> None:
+        seq.row = self.free_rows.pop()
+        draft.added.append(
+            AddedRow(
+                seq.row, seq.request_id, list(seq.tokens), seq.num_prompt, list(seq.blocks), seq.current_sampling()
+            )
+        )
+
+    def start_decoding(self, seq: Sequence) -> None:
+        """Its last known token is being computed and the next one sampled: from the next step on it decodes."""
+        if seq.state is State.PREFILL:
+            self.prefills.remove(seq)
+        seq.set_limit(self.pool.block_size)
+        seq.alarm = 0  # the first token is always looked at
+        seq.state = State.DECODE
+        self._joining.append(seq)
+        self._decodes_changed = True
+
+    def drain(self, seq: Sequence) -> None:
+        """Nothing is left to schedule for a decoding sequence: it waits for its last token."""
+        seq.state = State.DRAINING
+        self.draining.append(seq)
+        self._decodes_changed = True
+
+    def refresh_decodes(self) -> None:
+        """Make `decodes` and `decode_rows` current. New lists: plans in flight keep the old ones."""
+        if self._decodes_changed:
+            self.decodes = [seq for seq in self.decodes if seq.state is State.DECODE]
+            self.decodes += [seq for seq in self._joining if seq.state is State.DECODE]
+            self.decode_rows = [seq.row for seq in self.decodes]
+            self._joining = []
+            self._decodes_changed = False
+
+    # -- out of the batch --------------------------------------------------------------------------------------------
+
+    def release(self, seq: Sequence, to: State) -> None:
+        """The one place where a sequence gives back its row, its blocks and its place in the lists. Idempotent."""
+        state, seq.state = seq.state, to
+        seq.alarm = 0
+        if state in (State.WAITING, State.PREEMPTED):
+            at = bisect_left(self.waiting, seq.key, key=_key)
+            if at < len(self.waiting) and self.waiting[at] is seq:
+                del self.waiting[at]
+        elif state is State.PREFILL:
+            self.prefills.remove(seq)
+        elif state is State.DECODE:
+            self._decodes_changed = True
+        elif state is State.DRAINING and seq in self.draining:
+            self.draining.remove(seq)
+        elif state is State.DEFERRED:
+            self._leave_deferred(seq)
+        if seq.row >= 0:
+            self.removed_rows.append(seq.row)
+            self.free_rows.append(seq.row)
+            seq.row = -1
+        if seq.blocks:
+            self.pool.release(seq.blocks)
+            seq.blocks = []
+        self.room_changed = True
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take back what a running sequence holds; it will compute its tokens again (or find them in the cache)."""
+        seq.in_flight = seq.num_computed + 1 - len(seq.tokens) if seq.state is State.DECODE else 0
+        seq.lost += seq.num_computed
+        self.release(seq, State.PREEMPTED)
+        seq.num_computed = 0
+        seq.num_published = 0
+        self.enqueue(seq)
+        self.preemptions += 1
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return self.num_rows - len(self.free_rows)
+
+    def num_growing(self) -> int:
+        """Running sequences that will need another block if they go on to their longest."""
+        size = self.pool.block_size
+        running = self.decodes + self._joining + self.prefills
+        return sum(1 for s in running if s.row >= 0 and s.stop_len - 1 > len(s.blocks) * size)
+
+    def cached_prefix(self, seq: Sequence) -> list[int]:
+        """Blocks of the longest cached prefix, which leaves at least one token to compute (for its logits)."""
+        if not self.pool.enable_prefix_caching or seq.wants_prompt_logprobs:
+            return []
+        size = self.pool.block_size
+        return self.pool.lookup(seq.block_digests((len(seq.tokens) - 1) // size, size))
+
+    def publish(self, seq: Sequence, num_tokens: int, fresh: set[int] | None = None) -> None:
+        """Let the full blocks among the first `num_tokens` (known, computed) tokens be found."""
+        pool = self.pool
+        full = num_tokens // pool.block_size
+        if not pool.enable_prefix_caching or full <= seq.num_published:
+            return
+        digests = seq.block_digests(full, pool.block_size)
+        for index in range(seq.num_published, full):
+            if pool.publish(seq.blocks[index], digests[index]) and fresh is not None:
+                fresh.add(seq.blocks[index])
+                self.room_changed = True  # somebody in the queue may need fewer blocks now
+        seq.num_published = full

@@ -1,0 +1,6 @@
+"""Makes `fake_worker` importable by the tests of this folder (tests are no package)."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
