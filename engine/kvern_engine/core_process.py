@@ -8,14 +8,14 @@ a new request wakes it at once; twice a second it reports its state, which is al
 import logging
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 import zmq
 
-from kvern_engine.assemble import build_core
 from kvern_engine.config import EngineConfig
-from kvern_engine.core.loop import EngineCore, WorkerDiedError
+from kvern_engine.core.loop import EngineCore, OutputsByClient, WorkerDiedError
 from kvern_engine.core.plan import WorkerProgress, WorkerReady
-from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, Outputs
+from kvern_engine.ipc import AddRequest, CoreReady, EngineDead, Outputs
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import resolve_model
 from kvern_engine.transport import (
@@ -75,6 +75,7 @@ class CoreProcess:
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._report_at = 0.0
+        self._core: EngineCore | None = None
 
     def start(self) -> None:
         """Wait for the worker and tell everybody that this engine takes requests."""
@@ -82,9 +83,8 @@ class CoreProcess:
         model_config = read_model_config(resolve_model(self._config.model, self._config.revision))
         worker = self._make_worker()
         ready = worker.wait_ready(self._progress)
-        self._core: EngineCore = build_core(self._config, self._engine, worker, ready, model_config)
+        self._core = EngineCore.from_config(self._engine, self._config, ready, worker, model_config.eos_token_ids)
         worker.watch(self._poller)
-        self._worker = worker
         message = CoreReady(
             self._engine, ready.num_blocks, ready.block_size, ready.max_model_len, self._info(ready, began)
         )
@@ -115,48 +115,57 @@ class CoreProcess:
             **load,
         }
 
-    def serve(self) -> None:
+    def serve(self) -> NoReturn:
         """Receive, step, send; forever. Raises WorkerDiedError."""
         core = self._core
+        assert core is not None, "start comes first"
         while True:
-            self._receive()
+            self._receive(core)
             if core.idle:
-                self._sleep()
+                self._sleep(core)
                 continue
-            outputs = core.step()
-            for client, batch in outputs.items():
-                self._servers[client].send(encode(Outputs(self._engine, batch)), zmq.NOBLOCK)
-            self._report()
+            self._send(core.step())
+            self._report(core)
 
-    def _receive(self) -> None:
+    def _send(self, outputs: OutputsByClient) -> None:
+        for client, batch in outputs.items():
+            self._servers[client].send(encode(Outputs(self._engine, batch)), zmq.NOBLOCK)
+
+    def _receive(self, core: EngineCore) -> None:
         for data in drain(self._inbox):
-            message = decode_to_core(data)
-            if isinstance(message, AddRequest):
-                self._core.add_request(message)
-            elif isinstance(message, Abort):
-                self._core.abort(message.request_ids)
+            try:
+                message = decode_to_core(data)
+                if isinstance(message, AddRequest):
+                    core.add_request(message)
+                else:
+                    core.abort(message.request_ids)
+            except ValueError:  # msgspec's errors are ValueErrors too: one bad message must not end everybody's engine
+                log.exception("a message of %d bytes was refused", len(data))
 
-    def _sleep(self) -> None:
+    def _sleep(self, core: EngineCore) -> None:
         """Until a message comes, the worker dies or the next report is due."""
-        left = self._report() - time.monotonic()
+        left = self._report(core) - time.monotonic()
         events = self._poller.poll(max(1, int(left * 1000)))
         if any(source is not self._inbox for source, _ in events):
-            self._worker.collect(0)  # raises, with what the worker has to say
+            core.worker.collect(0)  # raises, with what the worker has to say
             raise WorkerDiedError(self._engine, "its process is gone")
 
-    def _report(self) -> float:
+    def _report(self, core: EngineCore) -> float:
         """Send the engine's state to every API server if it is due; returns when the next one is."""
         now = time.monotonic()
         if now >= self._report_at:
             self._report_at = now + STATS_SECONDS
-            data = encode(Outputs(self._engine, [], self._core.stats()))
+            core.beat()
+            data = encode(Outputs(self._engine, [], core.stats()))
             for sock in self._servers:
                 sock.send(data, zmq.NOBLOCK)
         return self._report_at
 
     def give_up(self, reason: str) -> int:
-        """Tell the supervisor why (it tells the API servers); returns the exit status."""
+        """End every request with `reason` and tell the supervisor; returns the exit status."""
         self._supervisor.send(encode(EngineDead(self._engine, reason, last=False)))
+        if self._core is not None:
+            self._send(self._core.fail_all(reason))
         for sock in (self._inbox, *self._servers, self._supervisor):
             sock.close()
         return EXIT_SAID_WHY

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from kvern_engine.assemble import build_core
 from kvern_engine.config import EngineConfig
+from kvern_engine.core.loop import EngineCore
 from kvern_engine.flags import explain
 from kvern_engine.ipc import AddRequest
 from kvern_engine.loading.config import read_generation_config, read_model_config
@@ -52,7 +52,8 @@ class LLM:
         self.model_config = read_model_config(self._files)
         self._worker = InprocWorkerClient(create_worker(self.config, 0))
         self.worker_ready: WorkerReady = self._worker.wait_ready(load_progress)
-        self._core = build_core(self.config, 0, self._worker, self.worker_ready, self.model_config)
+        eos = self.model_config.eos_token_ids
+        self.core = EngineCore.from_config(0, self.config, self.worker_ready, self._worker, eos)
         self.start_seconds = time.perf_counter() - started
         self._ids = itertools.count()
         self._tokenizer: Tokenizer | None = None
@@ -159,17 +160,17 @@ class LLM:
         """Run the jobs to their ends; yields, after each step, those that ended in it. Aborts them when left early."""
         now = time.monotonic()
         open_jobs = {job.request_id: job for job in jobs}
-        core = self._core
+        core = self.core
         try:
             for job in jobs:
                 core.add_request(AddRequest(job.request_id, 0, job.prompt_token_ids, job.params, now))
             while open_jobs:
                 ended = []
                 for output in core.step().get(0, ()):
-                    job = open_jobs.get(output.request_id)  # None: after its stop string
-                    if job is not None and job.absorb(output):
+                    open_job = open_jobs.get(output.request_id)  # None: after its stop string
+                    if open_job is not None and open_job.absorb(output):
                         del open_jobs[output.request_id]
-                        ended.append(job)
+                        ended.append(open_job)
                 stopped = [job.request_id for job in ended if job.stopped_by_text]
                 if stopped:
                     core.abort(stopped)
@@ -181,15 +182,15 @@ class LLM:
 
     def _settle(self) -> None:
         """Read back what is still in flight, so that the next call starts from an idle engine."""
-        while self._worker.alive and not self._core.idle:
-            self._core.step()
+        while self._worker.alive and not self.core.idle:
+            self.core.step()
 
     # ------------------------------------------------------------ end
 
     def close(self) -> None:
         """Give the device's memory back; the object cannot be used afterwards."""
-        self._worker.close()
-        self.__dict__.pop("_core", None)
+        self.core.close()
+        self.__dict__.pop("core", None)
         self.__dict__.pop("_worker", None)
 
     def __enter__(self) -> "LLM":

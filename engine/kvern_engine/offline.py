@@ -36,7 +36,8 @@ def _parse_prompt(value: Any, where: str) -> Prompt:
     if isinstance(value, dict):
         if isinstance(text := value.get("prompt"), str) and "prompt_token_ids" not in value:
             return Prompt(text, None)
-        if _is_ids(ids := value.get("prompt_token_ids")):
+        ids = value.get("prompt_token_ids")
+        if ids is not None and _is_ids(ids):
             return Prompt(value.get("prompt"), list(ids))
         raise ValueError(f"{where} needs 'prompt' (text) or 'prompt_token_ids' (list of int), got keys {sorted(value)}")
     if _is_ids(value):
