@@ -74,10 +74,9 @@ class Tokenizer:
         those that the model puts around a text (off for a rendered chat). Raises ValueError for invalid Unicode."""
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text is not valid Unicode: lone surrogate {text[error.start]!r} at character {error.start}"
-            ) from error
+        except (TypeError, UnicodeEncodeError):  # which of them depends on the library's version
+            _refuse_surrogates(text)
+            raise
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no valid UTF-8 become U+FFFD."""
@@ -120,6 +119,15 @@ class Tokenizer:
         if self._template is None:
             raise ChatTemplateError("this model has no chat template; pass --chat-template FILE, or use completions")
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text is not valid Unicode: lone surrogate {text[error.start]!r} at character {error.start}"
+        ) from error
 
 
 def load_tokenizer(files: ModelFiles, override: str | None = None, chat_template: str | None = None) -> Tokenizer:

@@ -146,7 +146,9 @@ def test_generation_defaults(folder: Callable[..., ModelFiles]) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq', which is not supported"),
     ],
 )
-def test_errors_name_field_value_and_rule(folder: Callable[..., ModelFiles], changes: dict[str, Any], text: str) -> None:
+def test_errors_name_field_value_and_rule(
+    folder: Callable[..., ModelFiles], changes: dict[str, Any], text: str
+) -> None:
     files = folder(**changes)
     with pytest.raises(ModelConfigError) as caught:
         read_model_config(files)
@@ -200,7 +202,9 @@ def test_gguf_rope_scaling(write_gguf: Callable[..., Path]) -> None:
     linear = write_gguf(embedding, llama__rope__scaling__type="linear", llama__rope__scaling__factor=2.0)
     assert gguf_config(linear).rope_scaling == {"rope_type": "linear", "factor": 2.0}
     yarn = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
-    assert gguf_config(write_gguf(embedding, llama__rope__scaling__original_context_length=64, **yarn)).rope_scaling == {
+    assert gguf_config(
+        write_gguf(embedding, llama__rope__scaling__original_context_length=64, **yarn)
+    ).rope_scaling == {
         "rope_type": "yarn",
         "factor": 4.0,
         "original_max_position_embeddings": 64,

