@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from kvern_engine.flags import FLAGS, FlagError, add_engine_flags, flags_json, make_parser, parse_args
 
 USAGE = """\
-usage: kvern serve MODEL [flags]        an OpenAI-compatible server; --help lists the flags
+usage: kvern serve MODEL [flags]                      an OpenAI-compatible server
        kvern generate MODEL [--prompt TEXT] [flags]   an answer on standard output
-       kvern bench [WORKLOAD ...] [flags]             measure; JSON lines on standard output
+       kvern bench MODEL [--workload NAME ...]        measure; JSON lines on standard output
        kvern fetch builtin://smollm2-135m             download a built-in model
+       kvern COMMAND --help                           its flags
 """
 
 # What makes no sense without a server.
@@ -104,7 +105,7 @@ def _bench(argv: list[str]) -> int:
 def _fetch(argv: list[str]) -> int:
     from kvern_engine.loading.fetch import FetchError, fetch_builtin
 
-    parser = make_parser("kvern fetch", "Download a built-in model into the cache folder (KVERN_CACHE_DIR).")
+    parser = make_parser("kvern fetch", "Download a built-in model into KVERN_CACHE_DIR.", "%(prog)s builtin://NAME")
     parser.add_argument("model", metavar="builtin://NAME")
     name = parser.parse_args(argv).model
     shown = ""

@@ -133,9 +133,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Iterable[str] =
             group.add_argument(flag.option, metavar=_metavar(flag), **common)
 
 
-def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+def make_parser(prog: str, description: str, usage: str = "%(prog)s MODEL [flags]") -> argparse.ArgumentParser:
     """An argument parser that raises FlagError instead of exiting. Abbreviated flags are not accepted."""
-    return _Parser(prog=prog, description=description, formatter_class=_Help, allow_abbrev=False)
+    return _Parser(prog=prog, usage=usage, description=description, formatter_class=_Help, allow_abbrev=False)
 
 
 def _normalized(argv: Sequence[str]) -> list[str]:
