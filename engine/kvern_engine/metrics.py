@@ -1,0 +1,449 @@
+"""The Prometheus metrics of an engine pod, under vLLM's names, types and labels. Measured in the API servers.
+
+Every API server process adds to plain float64 slots in a file of its own in the pod's socket folder (mapped memory, so
+an observation costs well under a microsecond), and whichever process is scraped sums the files: each event is counted
+once, and at once, whatever the number of processes. What engines report about themselves (`EngineStats`, sent to every
+API server) is taken from the scraped process alone. Nothing here knows HTTP; `kvern_engine.server` calls it.
+
+A request is one prompt with its `n` choices. It is counted once in `request_success`, with `length` if any choice ran
+out of tokens; latency histograms hold requests that ended with stop or length, not aborted ones.
+"""
+
+import mmap
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+
+from kvern_engine.ipc import EngineStats
+
+_SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08)
+_TTFT = (*_SHORT, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_E2E = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_N = (1, 2, 5, 10, 20)
+_HTTP = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_ONE_TWO_FIVE = tuple(m * 10**e for e in range(7) for m in (1, 2, 5))
+
+Floats = MutableSequence[float]  # mapped memory: views of C doubles
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+REJECTIONS = ("queue_full", "draining", "loading", "dead")
+METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS", "OTHER")
+STATUSES = ("2xx", "3xx", "4xx", "5xx")
+PHASES = ("schedule", "submit", "wait", "emit")
+
+_TOKEN_HISTOGRAMS = {
+    "vllm:request_prompt_tokens": "Prompt tokens of a request.",
+    "vllm:request_generation_tokens": "Tokens generated for a request, over all its choices.",
+    "vllm:request_max_num_generation_tokens": "Tokens of a request's longest choice.",
+    "vllm:request_params_max_tokens": "The max_tokens of a request.",
+}
+_SECONDS_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": ("From arrival to the first token.", _TTFT),
+    "vllm:inter_token_latency_seconds": ("Between two outputs of one choice.", _ITL),
+    "vllm:request_time_per_output_token_seconds": ("Mean time per output token of a request after its first.", _ITL),
+    "vllm:e2e_request_latency_seconds": ("From arrival to the last token.", _E2E),
+    "vllm:request_queue_time_seconds": ("From arrival to being scheduled first.", _E2E),
+    "vllm:request_inference_time_seconds": ("From being scheduled first to the last token.", _E2E),
+    "vllm:request_prefill_time_seconds": ("From being scheduled first to the first token.", _E2E),
+    "vllm:request_decode_time_seconds": ("From the first token to the last.", _E2E),
+}
+
+
+class Slots:
+    """A file of float64 slots, one per API server; the sum over all files is the pod's value.
+
+    A server that comes back under its index goes on with its file, so counters never go backwards.
+    """
+
+    def __init__(self, folder: Path, index: int, num_servers: int, size: int) -> None:
+        self._paths = [folder / f"metrics-{i}.f64" for i in range(num_servers)]
+        self._size = size
+        self._maps: dict[int, Floats] = {}
+        self.own = self._map(index, create=True)
+        self._index = index
+
+    def _map(self, index: int, create: bool = False) -> Floats:
+        path, length = self._paths[index], self._size * 8
+        if create and (not path.exists() or path.stat().st_size != length):
+            path.write_bytes(bytes(length))
+        with path.open("r+b") as f:
+            view: Floats = memoryview(mmap.mmap(f.fileno(), length)).cast("d")  # type: ignore[assignment]
+        self._maps[index] = view
+        return view
+
+    def all(self) -> list[Floats]:
+        """The slots of every API server that has started, the own ones first."""
+        for i, path in enumerate(self._paths):
+            if i not in self._maps and path.exists() and path.stat().st_size == self._size * 8:
+                self._map(i)
+        return [self.own, *(v for i, v in self._maps.items() if i != self._index)]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Where a metric's label sets have their slots: `width` slots each, from `start[labels]`."""
+
+    name: str
+    help: str
+    kind: str  # counter | histogram
+    labels: tuple[str, ...]
+    start: dict[tuple[str, ...], int]
+    bounds: tuple[float, ...] = ()
+    replicated: bool = False  # every API server saw all of it: not summed
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """What an API server knows of one engine at a scrape. `state`: loading | ready | stalled | dead."""
+
+    engine: int
+    state: str
+    stats: EngineStats
+    num_blocks: int = 0
+    block_size: int = 0
+
+
+@dataclass(frozen=True)
+class PodView:
+    """What is read at a scrape: engines, lifecycle, layout, the labels of cache_config_info, longest context."""
+
+    engines: Sequence[EngineView]
+    draining: bool
+    layout: dict[str, int]  # dp, tp, pp
+    cache_config: dict[str, str]
+    max_model_len: int | None
+
+
+class Metrics:
+    """All metrics of one API server process. The observing methods are called from its event loop only."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model_name: str,
+        num_engines: int,
+        handlers: Sequence[str],
+        index: int = 0,
+        num_servers: int = 1,
+        view: Callable[[], PodView],
+    ) -> None:
+        self._view = view
+        self._model = model_name
+        self._size = 0
+        self._series: list[Series] = []
+        engines = [(model_name, str(e)) for e in range(num_engines)]
+        self._define_requests(engines)
+        self._define_http(handlers)
+        self._in_flight = self._take(1)
+        self._slots = Slots(folder, index, num_servers, self._size)
+        self._own = self._slots.own
+        self._own[self._in_flight] = 0.0  # a process that comes back has nothing in flight
+        self._registry = CollectorRegistry(auto_describe=True)
+        self._registry.register(self)
+
+    # Definition
+
+    def _take(self, count: int) -> int:
+        start, self._size = self._size, self._size + count
+        return start
+
+    def _counter(self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[str, ...]]) -> Series:
+        series = Series(name, help, "counter", tuple(labels), {v: self._take(1) for v in values})
+        self._series.append(series)
+        return series
+
+    def _histogram(
+        self,
+        name: str,
+        help: str,
+        labels: Sequence[str],
+        values: Iterable[tuple[str, ...]],
+        bounds: Sequence[float],
+        replicated: bool = False,
+    ) -> Series:
+        # One slot a bucket, one above the last bound, one for the sum.
+        start = {v: self._take(len(bounds) + 2) for v in values}
+        series = Series(name, help, "histogram", tuple(labels), start, tuple(bounds), replicated)
+        self._series.append(series)
+        return series
+
+    def _define_requests(self, engines: list[tuple[str, str]]) -> None:
+        names = ("model_name", "engine")
+        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens processed.", names, engines)
+        self._cached = self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", names, engines
+        )
+        self._generated = self._counter("vllm:generation_tokens", "Tokens generated.", names, engines)
+        ends = [(*e, reason) for e in engines for reason in FINISH_REASONS]
+        self._success = self._counter(
+            "vllm:request_success", "Requests that ended, by reason.", (*names, "finished_reason"), ends
+        )
+        for part, help in (("drafts", "Drafts"), ("draft_tokens", "Drafted tokens"), ("accepted_tokens", "Accepted")):
+            self._counter(f"vllm:spec_decode_num_{part}", f"{help} of speculative decoding.", names, engines)
+        self._counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by position.",
+            (*names, "position"),
+            [(*e, "0") for e in engines],
+        )
+        rejections = [(self._model, r) for r in REJECTIONS]
+        self._rejected = self._counter(
+            "vllm:admission_rejections", "Requests refused at the door.", ("model_name", "reason"), rejections
+        )
+        self._tokens = {
+            name: self._histogram(name, help, names, engines, _ONE_TWO_FIVE) for name, help in _TOKEN_HISTOGRAMS.items()
+        }
+        self._seconds = {
+            name: self._histogram(name, help, names, engines, bounds)
+            for name, (help, bounds) in _SECONDS_HISTOGRAMS.items()
+        }
+        self._itl = self._seconds["vllm:inter_token_latency_seconds"]
+        self._params_n = self._histogram("vllm:request_params_n", "The n of a request.", names, engines, _N)
+        self._iteration = self._histogram(
+            "vllm:iteration_tokens_total", "Tokens computed by a step.", names, engines, _STEP, replicated=True
+        )
+
+    def _define_http(self, handlers: Sequence[str]) -> None:
+        self._handlers = frozenset(handlers)
+        every = [*handlers, "none"]
+        self._http = self._counter(
+            "http_requests",
+            "HTTP requests, by status class.",
+            ("status", "method", "handler"),
+            [(s, m, h) for s in STATUSES for m in METHODS for h in every],
+        )
+        self._http_seconds = self._histogram(
+            "http_request_duration_seconds",
+            "Time of an HTTP request, streams to their end.",
+            ("method", "handler"),
+            [(m, h) for m in METHODS for h in every],
+            _HTTP,
+        )
+
+    # Observation
+
+    def _add(self, series: Series, labels: tuple[str, ...], amount: float) -> None:
+        self._own[series.start[labels]] += amount
+
+    def _observe(self, series: Series, labels: tuple[str, ...], value: float, count: int = 1) -> None:
+        start, own = series.start[labels], self._own
+        own[start + bisect_left(series.bounds, value)] += count
+        own[start + len(series.bounds) + 1] += value * count
+
+    def labels(self, engine: int) -> tuple[str, str]:
+        return (self._model, str(engine))
+
+    def prompt_done(self, key: tuple[str, str], prompt_tokens: int, cached_tokens: int, ttft: float) -> None:
+        """A request's first token is here; `ttft` in seconds from its arrival."""
+        self._add(self._prompt, key, prompt_tokens)
+        self._add(self._cached, key, cached_tokens)
+        self._observe(self._seconds["vllm:time_to_first_token_seconds"], key, ttft)
+
+    def tokens_generated(self, key: tuple[str, str], count: int, gaps: Sequence[float]) -> None:
+        """One message of one engine: how many tokens, and the seconds since the last one of each continued choice."""
+        self._own[self._generated.start[key]] += count
+        if gaps:
+            own, bounds, start = self._own, self._itl.bounds, self._itl.start[key]
+            for gap in gaps:
+                own[start + bisect_left(bounds, gap)] += 1
+            own[start + len(bounds) + 1] += sum(gaps)
+
+    def request_done(self, key: tuple[str, str], reason: str, done: "RequestTimes") -> None:
+        """A request has ended, once; `reason` is one of FINISH_REASONS."""
+        self._add(self._success, (*key, reason), 1)
+        if reason not in ("stop", "length"):
+            return
+        tokens, seconds = self._tokens, self._seconds
+        self._observe(tokens["vllm:request_prompt_tokens"], key, done.prompt_tokens)
+        self._observe(tokens["vllm:request_generation_tokens"], key, done.tokens)
+        self._observe(tokens["vllm:request_max_num_generation_tokens"], key, done.longest)
+        self._observe(tokens["vllm:request_params_max_tokens"], key, done.max_tokens)
+        self._observe(self._params_n, key, done.n)
+        self._observe(seconds["vllm:e2e_request_latency_seconds"], key, done.last - done.arrival)
+        self._observe(seconds["vllm:request_queue_time_seconds"], key, max(0.0, done.scheduled - done.arrival))
+        self._observe(seconds["vllm:request_inference_time_seconds"], key, max(0.0, done.last - done.scheduled))
+        self._observe(seconds["vllm:request_prefill_time_seconds"], key, max(0.0, done.first - done.scheduled))
+        self._observe(seconds["vllm:request_decode_time_seconds"], key, done.last - done.first)
+        if done.longest > 1:
+            mean = (done.last - done.first) / (done.longest - 1)
+            self._observe(seconds["vllm:request_time_per_output_token_seconds"], key, mean)
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused at the door; `reason` is one of REJECTIONS."""
+        self._add(self._rejected, (self._model, reason), 1)
+
+    def iterations(self, engine: int, tokens: Sequence[int]) -> None:
+        for count in tokens:
+            self._observe(self._iteration, self.labels(engine), count)
+
+    def http_request(self, method: str, handler: str, status: int, seconds: float) -> None:
+        method = method if method in METHODS else "OTHER"
+        handler = handler if handler in self._handlers else "none"
+        status_class = f"{min(max(status // 100, 2), 5)}xx"
+        self._add(self._http, (status_class, method, handler), 1)
+        self._observe(self._http_seconds, (method, handler), seconds)
+
+    def change_in_flight(self, change: int) -> None:
+        self._own[self._in_flight] += change
+
+    def own_in_flight(self) -> int:
+        """Requests in flight at this API server."""
+        return int(self._own[self._in_flight])
+
+    def in_flight(self) -> int:
+        """Requests in flight at all API servers of the pod."""
+        return int(sum(view[self._in_flight] for view in self._slots.all()))
+
+    # Exposition
+
+    def render(self, names: Sequence[str] = (), accept: str = "") -> tuple[bytes, str]:
+        """The exposition and its content type; `names` filters by sample name, as prometheus_client's `name[]` does."""
+        encoder, content_type = choose_encoder(accept)
+        registry: Any = self._registry.restricted_registry(names) if names else self._registry
+        return encoder(registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client at each scrape."""
+        view = self._view()
+        slots = self._slots.all()
+        for series in self._series:
+            sources = slots[:1] if series.replicated else slots
+            if series.kind == "counter":
+                yield self._collect_counter(series, sources)
+            else:
+                yield self._collect_histogram(series, sources, view.max_model_len)
+        yield from _engine_families(view, self._model)
+        yield from _pod_families(view, self._model, self.in_flight())
+
+    def _collect_counter(self, series: Series, sources: list[Floats]) -> Metric:
+        family = CounterMetricFamily(series.name, series.help, labels=series.labels)
+        for labels, slot in series.start.items():
+            value = sum(s[slot] for s in sources)
+            # Thousands of combinations of status, method and path are possible: those not seen are left out.
+            if value or series is not self._http:
+                family.add_metric(labels, value)
+        return family
+
+    def _collect_histogram(self, series: Series, sources: list[Floats], max_model_len: int | None) -> Metric:
+        family = HistogramMetricFamily(series.name, series.help, labels=series.labels)
+        bounds = series.bounds
+        shown = bounds
+        if bounds is _ONE_TWO_FIVE and max_model_len:
+            shown = tuple(b for b in bounds if b <= max_model_len)
+        for labels, start in series.start.items():
+            counts = [sum(s[start + i] for s in sources) for i in range(len(bounds) + 1)]
+            if series is self._http_seconds and not any(counts):
+                continue
+            buckets, below = [], 0.0
+            for bound, count in zip(bounds, counts, strict=False):
+                below += count
+                if bound in shown:
+                    buckets.append((str(float(bound)), below))
+            buckets.append(("+Inf", below + counts[-1]))
+            family.add_metric(labels, buckets, sum(s[start + len(bounds) + 1] for s in sources))
+        return family
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """The life of one request, in `time.monotonic()` seconds and tokens; filled in as its outputs come."""
+
+    arrival: float
+    prompt_tokens: int
+    max_tokens: int
+    n: int
+    scheduled: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+    longest: int = 0
+
+
+_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("vllm:num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
+    ("vllm:num_requests_waiting", "Requests waiting to be scheduled.", lambda s: s.num_waiting),
+    ("vllm:kv_cache_usage_perc", "KV blocks neither free nor evictable (0..1).", lambda s: s.kv_cache_usage),
+    ("kvern:kv_waste_ratio", "Share of the slots in used blocks that hold no token (0..1).", lambda s: s.kv_waste),
+)
+_ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
+    ("vllm:num_preemptions", "Requests preempted.", lambda s: s.preemptions),
+    ("kvern:steps", "Steps run.", lambda s: s.steps),
+    ("kvern:step_tokens", "Tokens computed by all steps.", lambda s: s.step_tokens),
+)
+
+
+def _engine_families(view: PodView, model: str) -> Iterator[Metric]:
+    names = ("model_name", "engine")
+    engines = [((model, str(e.engine)), e) for e in view.engines]
+    for name, help, read in _ENGINE_GAUGES:
+        gauge = GaugeMetricFamily(name, help, labels=names)
+        for key, e in engines:
+            gauge.add_metric(key, read(e.stats))
+        yield gauge
+    for name, help, read in _ENGINE_COUNTERS:
+        counter = CounterMetricFamily(name, help, labels=names)
+        for key, e in engines:
+            counter.add_metric(key, read(e.stats))
+        yield counter
+    waiting = GaugeMetricFamily(
+        "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason.", labels=(*names, "reason")
+    )
+    blocks = GaugeMetricFamily("kvern:blocks", "KV blocks.", labels=(*names, "state"))
+    seconds = CounterMetricFamily(
+        "kvern:step_seconds", "Seconds spent, by phase of the loop.", labels=(*names, "phase")
+    )
+    age = GaugeMetricFamily("kvern:heartbeat_age_seconds", "Since the engine's last turn of its loop.", labels=names)
+    up = GaugeMetricFamily("kvern:engine_up", "1 where the engine takes requests.", labels=names)
+    now = time.monotonic()
+    for key, e in engines:
+        stats = e.stats
+        waiting.add_metric((*key, "capacity"), max(0, stats.num_waiting - stats.num_waiting_deferred))
+        waiting.add_metric((*key, "deferred"), stats.num_waiting_deferred)
+        for state, count in (("total", e.num_blocks), ("free", stats.blocks_free), ("cached", stats.blocks_cached)):
+            blocks.add_metric((*key, state), count)
+        for phase in dict.fromkeys((*PHASES, *stats.step_seconds)):
+            seconds.add_metric((*key, phase), stats.step_seconds.get(phase, 0.0))
+        age.add_metric(key, max(0.0, now - stats.heartbeat) if stats.heartbeat else 0.0)
+        up.add_metric(key, 1.0 if e.state == "ready" else 0.0)
+    yield from (waiting, blocks, seconds, age, up)
+
+
+def _pod_families(view: PodView, model: str, in_flight: int) -> Iterator[Metric]:
+    label = sorted({*view.cache_config, "block_size", "num_gpu_blocks"})
+    info = GaugeMetricFamily(
+        "vllm:cache_config_info", "The cache's configuration.", labels=("model_name", "engine", *label)
+    )
+    for e in view.engines:
+        config = {**view.cache_config, "block_size": str(e.block_size), "num_gpu_blocks": str(e.num_blocks)}
+        if e.num_blocks:
+            info.add_metric((model, str(e.engine), *(config[k] for k in label)), 1.0)
+    yield info
+    lora = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Adapters in use; the value is the time of the report.",
+        labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    )
+    lora.add_metric(("0", "", ""), time.time())
+    yield lora
+    layout = GaugeMetricFamily("kvern:layout", "Engines, devices a layer, stages.", labels=("model_name", "dimension"))
+    for dimension, size in view.layout.items():
+        layout.add_metric((model, dimension), size)
+    yield layout
+    draining = GaugeMetricFamily("kvern:draining", "1 while new requests are refused.", labels=("model_name",))
+    draining.add_metric((model,), 1.0 if view.draining else 0.0)
+    yield draining
+    flight = GaugeMetricFamily("kvern:requests_in_flight", "Requests at all API servers.", labels=("model_name",))
+    flight.add_metric((model,), in_flight)
+    yield flight

@@ -1,0 +1,105 @@
+"""The admin app: drain and layout, on a port of its own behind a token of its own, never on the public one."""
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvern_engine.server.asgi import check_json_type, read_body
+from kvern_engine.server.auth import BearerKeys
+from kvern_engine.server.errors import ApiError
+from kvern_engine.server.gateway import App, Gateway
+from kvern_engine.server.models import json_response
+from kvern_engine.server.openapi import add_error_handlers
+from kvern_engine.server.protocol import Body, Int, parse_body
+from kvern_engine.server.state import ServerState
+
+_BODY_LIMIT = 65_536
+
+
+class LayoutRequest(Body):
+    """`POST /admin/layout`: the tensor-parallel size wanted, and the asker's generation."""
+
+    tensor: Annotated[Int, Field(ge=1, le=1024)]
+    generation: Annotated[Int, Field(ge=0, le=2**63 - 1)]
+
+
+class AdminEndpoints:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    def _drain(self) -> dict[str, Any]:
+        lifecycle = self._state.lifecycle
+        return {
+            "draining": lifecycle.draining,
+            "terminating": lifecycle.terminating,
+            "in_flight": self._state.metrics.in_flight(),
+        }
+
+    async def drain_state(self) -> Response:
+        return json_response(self._drain())
+
+    async def drain(self) -> Response:
+        """New requests get 503 from now on; what runs goes on. Reversible; the process never exits because of it."""
+        self._state.lifecycle.drain_flag.set()
+        return json_response(self._drain())
+
+    async def undrain(self) -> Response:
+        self._state.lifecycle.drain_flag.clear()
+        return json_response(self._drain())
+
+    def _layout(self) -> dict[str, Any]:
+        """Feasible sizes with the tokens of KV that the pod would hold at each; today's layout is the only one."""
+        size = self._state.config.tensor_parallel_size
+        engines = [e for e in self._state.client.views() if e.num_blocks]
+        tokens = sum(e.num_blocks * e.block_size for e in engines)
+        return {
+            "current": size,
+            "target": size,
+            "generation": self._state.layout_generation,
+            "phase": "Stable" if engines else "Loading",
+            "progress": 1.0 if engines else 0.0,
+            "engines": self._state.config.data_parallel_size,
+            "pipeline": self._state.config.pipeline_parallel_size,
+            "feasible": [{"size": size, "kvTokens": tokens}] if engines else [],
+        }
+
+    async def layout(self) -> Response:
+        return json_response(self._layout())
+
+    async def change_layout(self, request: Request) -> Response:
+        state = self._state
+        check_json_type(request.scope)
+        asked = parse_body(LayoutRequest, await read_body(request.scope, request.receive, _BODY_LIMIT))
+        if asked.generation < state.layout_generation:
+            raise ApiError(
+                f"generation {asked.generation} is older than {state.layout_generation}, which was asked for before.",
+                status=409,
+                param="generation",
+                code="stale_generation",
+            )
+        size = state.config.tensor_parallel_size
+        if asked.tensor != size:
+            raise ApiError(
+                f"tensor must be {size}, the only feasible size here, got {asked.tensor}: this version of Kvern cannot "
+                "change the layout of a running pod.",
+                param="tensor",
+                code="layout_not_feasible",
+            )
+        state.layout_generation = asked.generation
+        return json_response(self._layout())
+
+
+def create_admin_app(state: ServerState, token: str) -> App:
+    """The ASGI app of the admin port; every path needs `token` as its bearer token."""
+    app = FastAPI(title="Kvern admin", version=state.version, openapi_url=None, docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    endpoints = AdminEndpoints(state)
+    app.add_api_route("/admin/drain", endpoints.drain_state, methods=["GET"])
+    app.add_api_route("/admin/drain", endpoints.drain, methods=["POST"])
+    app.add_api_route("/admin/drain", endpoints.undrain, methods=["DELETE"])
+    app.add_api_route("/admin/layout", endpoints.layout, methods=["GET"])
+    app.add_api_route("/admin/layout", endpoints.change_layout, methods=["POST"])
+    return Gateway(app, BearerKeys([token]), None, open_paths=frozenset())

@@ -1,0 +1,159 @@
+"""The little HTTP that the generating endpoints need below FastAPI: bodies with a limit, JSON answers, event streams.
+
+These endpoints are plain ASGI: a stream of tokens passes through as few layers as possible.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from kvern_engine.server.engine_client import ClientGone, Mailbox
+from kvern_engine.server.errors import ApiError
+from kvern_engine.server.generation import Piece, Session, Usage
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+encode_json = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """What is known of an HTTP request from its first byte on; the access log's line is made of it."""
+
+    request_id: str
+    start: float
+    status: int = 0
+    send: Send | None = None  # the server's own, under all middleware
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    finish: str | None = None
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """A request header; `name` in lower case."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1"))
+    return None
+
+
+def check_json_type(scope: Scope) -> None:
+    """Raises ApiError 415 for a body that says to be something else than JSON."""
+    given = header(scope, b"content-type")
+    kind = (given or "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(
+            f"Content-Type {given!r} is not supported; send the body as application/json.",
+            status=415,
+            code="unsupported_media_type",
+        )
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises ApiError 413 above `limit` bytes, ClientGone where the client leaves meanwhile."""
+    too_large = ApiError(
+        f"The body is larger than {limit} bytes (max_body_bytes).",
+        status=413,
+        code="request_too_large",
+        headers={"Connection": "close"},
+    )
+    length = header(scope, b"content-length")
+    if length is not None and length.isdecimal() and int(length) > limit:
+        raise too_large
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client left before its request was complete")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise too_large
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def send_json(send: Send, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    body = content if isinstance(content, bytes) else encode_json(content)
+    every = {"Content-Type": "application/json", "Content-Length": str(len(body)), **(headers or {})}
+    raw = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in every.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    await send_json(send, error.encode(), error.status, error.headers)
+
+
+class Renderer(Protocol):
+    """How the pieces of a session look: as events of a stream, or as one answer."""
+
+    def events(self, pieces: list[Piece], session: Session) -> bytes: ...
+
+    def end(self, usage: Usage) -> bytes: ...
+
+    def collect(self, pieces: list[Piece], session: Session) -> None: ...
+
+    def answer(self, usage: Usage) -> dict[str, Any]: ...
+
+
+async def _watch(receive: Receive, mailbox: Mailbox) -> None:
+    """After the body, the only thing a client can say is that it is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    mailbox.close(ClientGone("the client has disconnected"))
+
+
+async def run_session(
+    session: Session, renderer: Renderer, stream: bool, context: RequestContext, receive: Receive, send: Send
+) -> None:
+    """Submit, answer, give back. Raises ApiError as long as nothing has been sent; later errors end the stream."""
+    watch = asyncio.ensure_future(_watch(receive, session.mailbox))
+    try:
+        session.submit()
+        if stream:
+            await _stream(session, renderer, context, send)
+        else:
+            await _answer(session, renderer, send)
+        context.finish = "done"
+    finally:
+        watch.cancel()
+        session.release("abort")
+        usage = session.usage()
+        context.prompt_tokens, context.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+
+
+async def _answer(session: Session, renderer: Renderer, send: Send) -> None:
+    while not session.done:
+        renderer.collect(await session.next(), session)
+    await send_json(send, renderer.answer(session.usage()))
+
+
+async def _stream(session: Session, renderer: Renderer, context: RequestContext, send: Send) -> None:
+    # The status is chosen when the first output is here: until then an error has one of its own, and a router may
+    # still send the request elsewhere.
+    pieces = await session.next()
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    headers.append((b"x-accel-buffering", b"no"))  # or nginx would collect the tokens
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    direct = context.send or send
+    try:
+        while True:
+            body = renderer.events(pieces, session)
+            if session.done:
+                body += renderer.end(session.usage()) + DONE
+                break
+            if body:
+                await direct({"type": "http.response.body", "body": body, "more_body": True})
+            pieces = await session.next()
+    except ApiError as e:
+        context.finish = "error"
+        body = b"data: " + e.encode() + b"\n\n" + DONE
+    await direct({"type": "http.response.body", "body": body, "more_body": False})

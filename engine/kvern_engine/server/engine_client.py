@@ -1,0 +1,331 @@
+"""The API server's side of the sockets: sends requests to engine cores and hands their outputs to whoever waits.
+
+One message holds the outputs of one step; it is decoded, measured and sorted into mailboxes in a single pass, and a
+waiting task is woken once a pass. `release` is the single point where a request is given back, whatever ended it.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineStats, Outputs, TokenOutput
+from kvern_engine.logs import fields
+from kvern_engine.metrics import EngineView, Metrics, RequestTimes
+from kvern_engine.server.balance import Balancer, prefix_keys
+from kvern_engine.server.lifecycle import STALL_SECONDS
+from kvern_engine.transport import bind, connect, core_in, decode_to_server, encode, server_in
+
+log = logging.getLogger(__name__)
+
+# Messages handled before the event loop gets a turn for its other sockets.
+_MAX_PASS = 256
+
+
+class ClientGone(Exception):
+    """The HTTP client has disconnected: nobody waits for this request any more."""
+
+
+class EngineDeadError(RuntimeError):
+    """No engine can take the request."""
+
+
+class Mailbox:
+    """Where the outputs of one HTTP request (one or more engine requests) arrive. One reader."""
+
+    __slots__ = ("_closed", "_pending", "_waiter")
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[EngineRequest, TokenOutput]] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed: Exception | None = None
+
+    def put(self, request: "EngineRequest", output: TokenOutput) -> None:
+        self._pending.append((request, output))
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def close(self, reason: Exception) -> None:
+        """Make the reader raise `reason`, now or at its next `get`."""
+        self._closed = self._closed or reason
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def get(self) -> "list[tuple[EngineRequest, TokenOutput]]":
+        """Everything that has arrived; waits while that is nothing. Raises what `close` was given."""
+        while not self._pending:
+            if self._closed is not None:
+                raise self._closed
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._closed is not None:
+            raise self._closed
+        pending, self._pending = self._pending, []
+        return pending
+
+
+class EngineRequest:
+    """An AddRequest in flight: which engine has it, where its outputs go, and its times for the metrics."""
+
+    __slots__ = ("cost", "counts", "engine", "engine_died", "id", "key", "last_at", "left", "mailbox", "tag", "times")
+
+    def __init__(self, request: AddRequest, engine: int, mailbox: Mailbox, key: tuple[str, str], tag: int) -> None:
+        self.id = request.request_id
+        self.engine = engine
+        self.mailbox = mailbox
+        self.tag = tag  # the caller's: which prompt of the HTTP request this is
+        self.key = key
+        self.left = request.params.n  # choices that the engine has not finished
+        self.last_at = [0.0] * self.left
+        self.counts = [0] * self.left
+        self.engine_died = False
+        most = request.params.max_tokens or 0
+        self.cost = len(request.prompt_token_ids) + most * request.params.n
+        self.times = RequestTimes(request.arrival, len(request.prompt_token_ids), most, request.params.n)
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What is known of one engine core."""
+
+    state: str = "loading"
+    stats: EngineStats = field(default_factory=lambda: EngineStats(0))
+    ready: CoreReady | None = None
+    heard: float = 0.0
+
+
+class EngineClient:
+    """Talks to all engine cores of the pod from one event loop; create and close it there."""
+
+    def __init__(
+        self,
+        index: int,
+        socket_dir: str | os.PathLike[str],
+        num_engines: int,
+        metrics: Metrics | None = None,
+        on_last_dead: Callable[[str], None] | None = None,
+    ) -> None:
+        self.index = index
+        self.metrics = metrics
+        self._on_last_dead = on_last_dead
+        self._engines = [_Engine(stats=EngineStats(e)) for e in range(num_engines)]
+        self._balancer = Balancer(num_engines)
+        self._live: dict[str, EngineRequest] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        folder = os.fspath(socket_dir)
+        self._in = bind(self._context, zmq.PULL, folder, server_in(index))
+        # Linger: an abort sent just before this process ends must still reach the core.
+        self._out = [connect(self._context, zmq.PUSH, folder, core_in(e), linger_ms=200) for e in range(num_engines)]
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(self._in.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._readable)
+        self._loop.call_soon(self._readable)
+        self._closed = False
+
+    # State
+
+    def views(self) -> list[EngineView]:
+        """The engines' states and last reports, for /ready, /metrics and the admin port."""
+        now = time.monotonic()
+        return [
+            EngineView(
+                engine=index,
+                state=self._state(e, now),
+                stats=e.stats,
+                num_blocks=e.ready.num_blocks if e.ready else 0,
+                block_size=e.ready.block_size if e.ready else 0,
+            )
+            for index, e in enumerate(self._engines)
+        ]
+
+    @staticmethod
+    def _state(engine: _Engine, now: float) -> str:
+        if engine.state == "ready" and now - max(engine.heard, engine.stats.heartbeat) > STALL_SECONDS:
+            return "stalled"
+        return engine.state
+
+    @property
+    def capacity(self) -> int | None:
+        """Most tokens (prompt + output) that one sequence can have: the context or, if smaller, the KV pool."""
+        known = [e.ready for e in self._engines if e.ready is not None]
+        return min((min(r.max_model_len, r.num_blocks * r.block_size) for r in known), default=None)
+
+    @property
+    def max_model_len(self) -> int | None:
+        return min((e.ready.max_model_len for e in self._engines if e.ready is not None), default=None)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._live)
+
+    # Requests
+
+    def submit(self, request: AddRequest, mailbox: Mailbox, tag: int = 0) -> EngineRequest:
+        """Send `request` to an engine; its outputs arrive in `mailbox` until `release`. Raises EngineDeadError."""
+        now = time.monotonic()
+        alive = [i for i, e in enumerate(self._engines) if self._state(e, now) == "ready"]
+        if not alive:
+            raise EngineDeadError("no engine is ready")
+        engine = alive[0]
+        if len(self._engines) > 1:
+            ready = self._engines[engine].ready
+            size = ready.block_size if ready else 16
+            engine = self._balancer.choose(alive, prefix_keys(request.prompt_token_ids, size, request.cache_salt))
+        key = self.metrics.labels(engine) if self.metrics else ("", str(engine))
+        handle = EngineRequest(request, engine, mailbox, key, tag)
+        self._balancer.add(engine, handle.cost)
+        self._live[handle.id] = handle
+        self._send(engine, request)
+        return handle
+
+    def release(self, handle: EngineRequest, reason: str) -> None:
+        """Give a request back, once; `reason` is stop | length | abort | error. Aborted where it still runs."""
+        if self._live.pop(handle.id, None) is None:
+            return
+        self._balancer.remove(handle.engine, handle.cost)
+        if handle.left > 0 and not handle.engine_died:
+            self._send(handle.engine, Abort([handle.id]))
+        if self.metrics is not None:
+            handle.times.tokens, handle.times.longest = sum(handle.counts), max(handle.counts)
+            self.metrics.request_done(handle.key, reason, handle.times)
+
+    def abort(self, request_id: str) -> None:
+        """End a request by its id; unknown ids are ignored."""
+        handle = self._live.get(request_id)
+        if handle is not None:
+            self.release(handle, "abort")
+
+    async def generate(self, request: AddRequest) -> AsyncIterator[TokenOutput]:
+        """The outputs of one request, one by one; leaving the loop early aborts it."""
+        mailbox = Mailbox()
+        handle = self.submit(request, mailbox)
+        reason, left = "abort", request.params.n
+        try:
+            while left:
+                for _, output in await mailbox.get():
+                    if output.finish_reason is not None:
+                        reason, left = output.finish_reason, left - 1
+                    yield output
+                    if output.finish_reason == "error":
+                        return
+        finally:
+            self.release(handle, reason)
+
+    def _send(self, engine: int, message: AddRequest | Abort) -> None:
+        if self._engines[engine].state != "dead":
+            self._out[engine].send(encode(message), zmq.NOBLOCK)
+
+    # Messages
+
+    def _readable(self) -> None:
+        """All messages that are here. ZeroMQ's descriptor signals edges: it must be read until nothing is left."""
+        if self._closed:
+            return
+        for _ in range(_MAX_PASS):
+            try:
+                data = self._in.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(decode_to_server(data))
+            except Exception:  # one bad message must not end the loop that all requests hang on
+                log.exception("cannot handle a message of %d bytes", len(data))
+        self._loop.call_soon(self._readable)
+
+    def _handle(self, message: Outputs | CoreReady | EngineDead) -> None:
+        if isinstance(message, Outputs):
+            engine = self._engines[message.engine]
+            engine.heard = time.monotonic()
+            if message.outputs:
+                self._dispatch(message, engine.heard)
+            if message.stats is not None:
+                engine.stats = message.stats
+                if self.metrics is not None:
+                    self.metrics.iterations(message.engine, message.stats.iteration_tokens)
+        elif isinstance(message, CoreReady):
+            engine = self._engines[message.engine]
+            if engine.state == "loading":
+                engine.state = "ready"
+            engine.ready, engine.heard = message, time.monotonic()
+            log.info("engine ready", extra=fields(engine=message.engine, blocks=message.num_blocks))
+        else:
+            self._engine_dead(message)
+
+    def _dispatch(self, message: Outputs, now: float) -> None:
+        live, count, gaps = self._live, 0, []
+        key = None
+        for output in message.outputs:
+            handle = live.get(output.request_id)
+            if handle is None:
+                continue  # released: what the engine had already computed is not wanted
+            key = handle.key
+            if output.token_ids:
+                count += len(output.token_ids)
+                last = handle.last_at[output.index]
+                if last:
+                    gaps.append(now - last)
+                self._note(handle, output, now)
+            elif output.scheduled is not None:
+                handle.times.scheduled = output.scheduled
+            if output.finish_reason is not None:
+                handle.left -= 1
+                if output.finish_reason == "error":
+                    handle.left = 0
+            handle.mailbox.put(handle, output)
+        if self.metrics is not None and key is not None:
+            self.metrics.tokens_generated(key, count, gaps)
+
+    def _note(self, handle: EngineRequest, output: TokenOutput, now: float) -> None:
+        times = handle.times
+        handle.last_at[output.index] = times.last = now
+        handle.counts[output.index] += len(output.token_ids)
+        if times.first == 0.0:
+            times.first = now
+            if output.scheduled is not None:
+                times.scheduled = output.scheduled
+            times.scheduled = times.scheduled or times.arrival
+            if self.metrics is not None:
+                cached = output.num_cached_tokens or 0
+                self.metrics.prompt_done(handle.key, times.prompt_tokens, cached, now - times.arrival)
+
+    def _engine_dead(self, message: EngineDead) -> None:
+        engine = self._engines[message.engine]
+        engine.state = "dead"
+        self._balancer.forget(message.engine)
+        lost = [h for h in self._live.values() if h.engine == message.engine]
+        log.error("engine died", extra=fields(engine=message.engine, reason=message.reason, requests_lost=len(lost)))
+        for handle in lost:
+            handle.engine_died = True
+            output = TokenOutput(handle.id, 0, [], finish_reason="error", error=message.reason)
+            handle.mailbox.put(handle, output)
+        if message.last:
+            for other in self._engines:
+                other.state = "dead"
+            if self._on_last_dead is not None:
+                self._on_last_dead(message.reason)
+
+    def fail_all(self, reason: Exception) -> None:
+        """Make every waiting request raise `reason` (the process ends)."""
+        for handle in list(self._live.values()):
+            handle.mailbox.close(reason)
+
+    def close(self) -> None:
+        """Stop reading and close the sockets; requests in flight are aborted."""
+        if self._closed:
+            return
+        for handle in list(self._live.values()):
+            self.release(handle, "abort")
+        self._closed = True
+        self._loop.remove_reader(self._fd)
+        self._in.close()
+        for sock in self._out:
+            sock.close()
+        self._context.term()

@@ -1,0 +1,105 @@
+"""The outermost layer of both apps: request ids, keys, one place where every error becomes OpenAI's JSON, the HTTP
+metrics and the access log (which never holds content, queries or keys).
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kvern_engine.logs import fields
+from kvern_engine.metrics import Metrics
+from kvern_engine.server.asgi import Message, Receive, RequestContext, Scope, Send, header, send_error
+from kvern_engine.server.auth import BearerKeys
+from kvern_engine.server.engine_client import ClientGone
+from kvern_engine.server.errors import ApiError
+
+log = logging.getLogger(__name__)
+access = logging.getLogger("kvern_engine.server.access")
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+# Probes and scrapes: open to all, not counted and not logged (as with vLLM's instrumentation).
+QUIET = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
+OPEN = QUIET | {"/openapi.json", "/docs", "/redoc"}
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Gateway:
+    """ASGI middleware around `app`. `metrics` None: nothing is counted (the admin port)."""
+
+    def __init__(self, app: App, keys: BearerKeys, metrics: Metrics | None, open_paths: frozenset[str] = OPEN) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._open = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = header(scope, b"x-request-id")
+        request_id = given if given and _ID.fullmatch(given) else uuid.uuid4().hex
+        context = RequestContext(request_id, time.monotonic(), send=send)
+        scope["kvern"] = context
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                context.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("latin-1"))]
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, sending, context)
+        finally:
+            self._account(scope, context)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
+        try:
+            if scope["path"] not in self._open:
+                self._keys.check(header(scope, b"authorization"))
+            await self._app(scope, receive, send)
+        except ClientGone:
+            context.finish = "abort"
+        except Exception as e:
+            if not isinstance(e, ApiError):
+                log.exception("request failed", extra=fields(request_id=context.request_id))
+                e = ApiError("The server failed to handle the request.", status=500, code="internal_error")
+            if context.status:
+                raise  # half an answer is out: only closing the connection can say that it is broken
+            await send_error(send, e)
+
+    def _account(self, scope: Scope, context: RequestContext) -> None:
+        path = scope["path"]
+        if path in QUIET:
+            return
+        seconds = time.monotonic() - context.start
+        handler = handler_of(scope)
+        # A client that left before its answer began is counted as what nginx calls 499.
+        status = context.status or 499
+        if self._metrics is not None:
+            self._metrics.http_request(scope["method"], handler, status, seconds)
+        if access.isEnabledFor(logging.INFO):
+            more: dict[str, Any] = {
+                "prompt_tokens": context.prompt_tokens,
+                "completion_tokens": context.completion_tokens,
+                "finish": context.finish,
+            }
+            access.info(
+                "request",
+                extra=fields(
+                    method=scope["method"],
+                    path=handler,
+                    status=status,
+                    seconds=seconds,
+                    request_id=context.request_id,
+                    **{k: v for k, v in more.items() if v is not None},
+                ),
+            )
+
+
+def handler_of(scope: Scope) -> str:
+    """The route's pattern ("/v1/models/{model}"), "none" where none matched: invented paths are no labels."""
+    path = getattr(scope.get("route"), "path", None)
+    return path.replace(":path}", "}") if isinstance(path, str) else "none"

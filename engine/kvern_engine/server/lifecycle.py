@@ -1,0 +1,128 @@
+"""May a request come in: the pod's state (loading, ready, draining, dead) and the number of requests in flight.
+
+Draining has two sources: the admin port (reversible, shared by all API servers of the pod through a file in the socket
+folder, which a restarted server finds again) and SIGTERM (this process, final). It refuses new requests and touches
+none that runs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvern_engine.metrics import EngineView, Metrics
+from kvern_engine.server.errors import ApiError, unavailable
+
+# An engine whose loop has not turned for this long counts as hung. Far above the longest step on a slow CPU.
+STALL_SECONDS = 60.0
+
+
+def pod_state(engines: list[str], *, draining: bool, was_ready: bool, loaded: bool) -> str:
+    """loading | ready | draining | dead, from the states of the engines (loading | ready | stalled | dead).
+
+    A pod is ready at first when all of its engines are, and later on as long as one is.
+    """
+    if all(state in ("dead", "stalled") for state in engines):
+        return "dead"
+    if draining:
+        return "draining"
+    if not loaded or "ready" not in engines or ("loading" in engines and not was_ready):
+        return "loading"
+    return "ready"
+
+
+class DrainFlag:
+    """The admin port's drain switch: a file that every API server of the pod sees."""
+
+    def __init__(self, socket_dir: Path) -> None:
+        self._path = socket_dir / "draining"
+
+    def is_set(self) -> bool:
+        return self._path.exists()
+
+    def set(self) -> None:
+        self._path.touch()
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class Lifecycle:
+    """The state of the pod as this API server sees it, and the door through which every generating request comes."""
+
+    def __init__(
+        self,
+        drain_flag: DrainFlag,
+        metrics: Metrics,
+        *,
+        max_in_flight: int,
+        engines: Callable[[], list[EngineView]],
+        drain_timeout: float,
+    ) -> None:
+        self.drain_flag = drain_flag
+        self.loaded = False  # the tokenizer is there
+        self.terminating = False  # SIGTERM: /ready is 503
+        self.refusing = False  # SIGTERM and its grace period are over: new requests are refused
+        self._metrics = metrics
+        self._max_in_flight = max_in_flight
+        self._engines = engines
+        self._was_ready = False
+        self._retry_after = max(1, min(30, int(drain_timeout)))
+
+    def state(self) -> str:
+        engines = [e.state for e in self._engines()]
+        draining = self.terminating or self.drain_flag.is_set()
+        state = pod_state(engines, draining=draining, was_ready=self._was_ready, loaded=self.loaded)
+        if state == "ready":
+            self._was_ready = True
+        return state
+
+    @property
+    def draining(self) -> bool:
+        return self.terminating or self.drain_flag.is_set()
+
+    def _refusal(self) -> tuple[str, ApiError] | None:
+        state = self.state()
+        if state == "draining" and (self.refusing or self.drain_flag.is_set()):
+            text = "This server is draining and takes no new requests. Please retry: another replica will answer."
+            return "draining", unavailable(text, "draining", self._retry_after, close=True)
+        if state == "dead":
+            return "dead", unavailable("No engine of this server is alive.", "engine_dead", 5, close=True)
+        if state == "loading":
+            return "loading", unavailable("The model is still loading. Please retry.", "loading", 5)
+        if self._metrics.in_flight() >= self._max_in_flight:
+            text = (
+                f"This server has {self._max_in_flight} requests in flight, the most it takes "
+                "(max_waiting_requests). Please retry later."
+            )
+            return "queue_full", ApiError(text, status=429, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        return None
+
+    @contextlib.contextmanager
+    def admit(self) -> "Iterator[Slot]":
+        """Hold a place in flight. Raises ApiError 429 or 503 with Retry-After, counted in admission_rejections."""
+        refusal = self._refusal()
+        if refusal is not None:
+            self._metrics.rejected(refusal[0])
+            raise refusal[1]
+        slot = Slot(self._metrics)
+        try:
+            yield slot
+        finally:
+            slot.release()
+
+
+class Slot:
+    """One HTTP request's share of the requests in flight; `release` gives it back once."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._held = 0
+        self.resize(1)
+
+    def resize(self, prompts: int) -> None:
+        """The request turned out to hold this many prompts."""
+        self._metrics.change_in_flight(prompts - self._held)
+        self._held = prompts
+
+    def release(self) -> None:
+        self.resize(0)

@@ -1,0 +1,233 @@
+"""One API server process: builds the state, serves the inherited sockets, drains on SIGTERM.
+
+It listens before the tokenizer is loaded (probes get answers, requests a 503) and goes on answering probes after the
+last engine has died, until the supervisor ends it.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from kvern_engine.config import EngineConfig
+from kvern_engine.loading.config import read_generation_config, read_model_config
+from kvern_engine.loading.resolve import ModelFiles, resolve_model
+from kvern_engine.logs import fields
+from kvern_engine.metrics import Metrics
+from kvern_engine.server.admin import create_admin_app
+from kvern_engine.server.app import HANDLERS, create_app
+from kvern_engine.server.auth import read_token_file
+from kvern_engine.server.engine_client import EngineClient
+from kvern_engine.server.errors import ApiError, unavailable
+from kvern_engine.server.gateway import App
+from kvern_engine.server.lifecycle import DrainFlag, Lifecycle
+from kvern_engine.server.prompts import PromptReader
+from kvern_engine.server.state import ServerState, pod_view
+from kvern_engine.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.02
+# For the last bytes of answers, once nothing is in flight any more.
+_CLOSE_SECONDS = 2
+
+
+def server_main(
+    config_json: bytes, index: int, socket_dir: str, listen_fd: int, admin_fd: int | None, num_engines: int
+) -> None:
+    """Serve until SIGTERM and then until what runs has finished. Exits the process with status 1 where it cannot start.
+
+    `listen_fd` and `admin_fd` are listening sockets that the supervisor has bound; `config_json` is an EngineConfig.
+    """
+    config = EngineConfig.model_validate_json(config_json)
+    try:
+        files = resolve_model(config.model, config.revision)
+        token = read_token_file(config.admin_token_file or "") if admin_fd is not None else ""
+    except ValueError as e:
+        log.error("cannot start: %s", e)
+        raise SystemExit(1) from None
+    import uvloop
+
+    try:
+        uvloop.run(_serve(config, files, index, socket_dir, listen_fd, admin_fd, num_engines, token))
+    except _StartError as e:
+        log.error("cannot start: %s", e)
+        raise SystemExit(1) from None
+
+
+class _StartError(Exception):
+    """The tokenizer or the model's configuration cannot be read."""
+
+
+def served_names(config: EngineConfig, files: ModelFiles) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names that are accepted, and those that are listed: without `served_model_name` the model's short name, and
+    what the server was started with is accepted too."""
+    if config.served_model_name:
+        names = tuple(dict.fromkeys(config.served_model_name))
+        return names, names
+    return tuple(dict.fromkeys((files.name, config.model))), (files.name,)
+
+
+def build_state(config: EngineConfig, files: ModelFiles, index: int, socket_dir: str, num_engines: int) -> ServerState:
+    """Everything but the tokenizer, which `load_reader` brings later. Call it in the running event loop."""
+    served, reported = served_names(config, files)
+    metrics = Metrics(
+        Path(socket_dir),
+        model_name=reported[0],
+        num_engines=num_engines,
+        handlers=HANDLERS,
+        index=index,
+        num_servers=config.api_server_count,
+        view=lambda: pod_view(config, client, lifecycle),
+    )
+    client = EngineClient(index, socket_dir, num_engines, metrics)
+    lifecycle = Lifecycle(
+        DrainFlag(Path(socket_dir)),
+        metrics,
+        max_in_flight=config.max_waiting_requests,
+        engines=client.views,
+        drain_timeout=config.drain_timeout_seconds,
+    )
+    return ServerState(config, served, reported, client, metrics, lifecycle)
+
+
+async def load_reader(state: ServerState, files: ModelFiles) -> None:
+    """Read tokenizer and sampling defaults in a thread; the state is loaded afterwards."""
+    config = state.config
+
+    def load() -> tuple[PromptReader, dict[str, Any]]:
+        tokenizer = load_tokenizer(files, config.tokenizer, config.chat_template)
+        reader = PromptReader(tokenizer, max(tokenizer.vocab_size, read_model_config(files).vocab_size))
+        return reader, read_generation_config(files)
+
+    state.reader, state.sampling_defaults = await asyncio.to_thread(load)
+    state.lifecycle.loaded = True
+    # What is here now stays: the garbage collector need not look at it again in the middle of a stream.
+    gc.collect()
+    gc.freeze()
+
+
+class _Protocol(HttpToolsProtocol):
+    """Bytes that are no HTTP get OpenAI's error shape as well."""
+
+    def send_400_response(self, msg: str) -> None:
+        body = ApiError(msg, code="invalid_http").encode()
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[400] + head + body)
+        self.transport.close()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own: `main.py` decides when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def http_server(app: App) -> HttpServer:
+    config = uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=4096,
+        # Longer than clients and routers keep idle connections: they close first, so none of their requests is lost.
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+    )
+    return HttpServer(config)
+
+
+async def _serve(
+    config: EngineConfig,
+    files: ModelFiles,
+    index: int,
+    socket_dir: str,
+    listen_fd: int,
+    admin_fd: int | None,
+    num_engines: int,
+    token: str,
+) -> None:
+    state = build_state(config, files, index, socket_dir, num_engines)
+    servers = [http_server(create_app(state))]
+    sockets = [socket.socket(fileno=listen_fd)]
+    if admin_fd is not None:
+        servers.append(http_server(create_admin_app(state, token)))
+        sockets.append(socket.socket(fileno=admin_fd))
+    terminator = Terminator(state, servers)
+    terminator.listen_to_signals()
+    serving = [asyncio.ensure_future(s.serve([sock])) for s, sock in zip(servers, sockets, strict=True)]
+    try:
+        await load_reader(state, files)
+        await asyncio.gather(*serving)
+    except (ValueError, OSError) as e:
+        raise _StartError(str(e)) from e
+    finally:
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving, return_exceptions=True)
+        state.client.close()
+        if state.reader is not None:
+            state.reader.close()
+
+
+class Terminator:
+    """SIGTERM: refuse new requests after the grace period, finish what runs, stop. A second signal: stop now."""
+
+    def __init__(self, state: ServerState, servers: list[HttpServer]) -> None:
+        self._state = state
+        self._servers = servers
+        self._hurry = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.signalled)
+        # Under a supervisor Ctrl-C is the supervisor's, which ignores it on our behalf.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGINT, self.signalled)
+
+    def signalled(self) -> None:
+        if self._task is None:
+            self._task = asyncio.ensure_future(self.drain())
+        else:
+            self._hurry.set()
+
+    async def drain(self) -> None:
+        config, lifecycle, metrics = self._state.config, self._state.lifecycle, self._state.metrics
+        lifecycle.terminating = True
+        log.info("draining", extra=fields(in_flight=metrics.own_in_flight()))
+        await self._wait(config.shutdown_grace_seconds, lambda: False)
+        lifecycle.refusing = True
+        # A little before the limit, so that cut streams still get their error event.
+        limit = max(config.drain_timeout_seconds - 1.0, config.drain_timeout_seconds / 2)
+        if not await self._wait(limit, lambda: metrics.own_in_flight() == 0):
+            log.warning("requests cut off", extra=fields(in_flight=metrics.own_in_flight()))
+            self._state.client.fail_all(unavailable("The server is shutting down.", "shutting_down", 1, close=True))
+            self._hurry.clear()
+            await self._wait(0.5, lambda: metrics.own_in_flight() == 0)
+        for server in self._servers:
+            server.should_exit = True
+
+    async def _wait(self, seconds: float, until: Any) -> bool:
+        """Whether `until()` came true within `seconds` and before a second signal."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not until():
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0 or self._hurry.is_set():
+                return False
+            await asyncio.sleep(min(_POLL_SECONDS, left))
+        return True

@@ -1,0 +1,161 @@
+"""From a request's prompt or messages to token ids: rendered and tokenized off the event loop where it takes long."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, TypeVar
+
+from kvern_engine.server.errors import ApiError, context_length_exceeded
+from kvern_engine.server.messages import check_template_kwargs, template_messages, template_variables
+from kvern_engine.server.protocol import shown
+from kvern_engine.tokenizer import ChatTemplateError, Tokenizer
+
+# Below this many characters tokenizing takes well under a millisecond: cheaper than a thread's two switches.
+_INLINE_CHARS = 1024
+
+R = TypeVar("R")
+
+
+class PromptReader:
+    """Turns prompts into token ids for one tokenizer; `vocab_size` is the model's."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        template = tokenizer.chat_template
+        self._variables = template_variables(template) if template else None
+        self._knows_developer = template is not None and "developer" in template
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of b bytes has at least b / longest_token tokens."""
+        return max((len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size)), default=1) or 1
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def off_loop(self, work: Callable[[], R]) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def encode(self, text: str, *, special: bool, capacity: int | None, chat: bool = False) -> list[int]:
+        """Token ids of a text. Raises ApiError 400 where it cannot fit `capacity`, before tokenizing a huge one."""
+        if capacity is not None and len(text) > capacity:
+            least = len(text.encode("utf-8", "replace")) // self.longest_token
+            if least >= capacity:
+                raise context_length_exceeded(capacity, least, 0, chat=chat, at_least=True)
+        if len(text) <= _INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=special)
+        return await self.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=special))
+
+    async def completion_prompts(
+        self, prompt: Any, *, special: bool, capacity: int | None, most: int
+    ) -> list[list[int]]:
+        """Token ids of each prompt of a completions request. Raises ApiError 400."""
+        prompts = split_prompts(prompt, most)
+        ids = []
+        for i, p in enumerate(prompts):
+            where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+            tokens = await self.encode(p, special=special, capacity=capacity) if isinstance(p, str) else p
+            if not isinstance(p, str):
+                self.check_ids(tokens, where)
+            if not tokens:
+                raise ApiError(f"{where} has no tokens; give at least one.", param="prompt")
+            ids.append(tokens)
+        return ids
+
+    def check_ids(self, tokens: list[int], where: str) -> None:
+        """Raises ApiError 400 for ids outside the vocabulary."""
+        if tokens and (min(tokens) < 0 or max(tokens) >= self.vocab_size):
+            bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
+            text = f"{where}: token id {bad} is outside the vocabulary (0..{self.vocab_size - 1})."
+            raise ApiError(text, param=where.partition("[")[0])
+
+    async def chat_text(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        generation_prompt: bool,
+        continue_final: bool,
+        kwargs: dict[str, Any] | None,
+    ) -> str:
+        """Messages through the chat template. Raises ApiError 400."""
+        if self.tokenizer.chat_template is None:
+            raise ApiError(
+                "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
+                param="messages",
+                code="no_chat_template",
+            )
+        extra = check_template_kwargs(kwargs, self._variables) if kwargs else {}
+        checked = template_messages(messages, self._knows_developer)
+        if continue_final:
+            if generation_prompt:
+                text = "continue_final_message and add_generation_prompt exclude each other; give only one as true."
+                raise ApiError(text, param="continue_final_message")
+            if checked[-1]["role"] != "assistant" or not checked[-1]["content"]:
+                text = "continue_final_message needs the last message to be an assistant's with content."
+                raise ApiError(text, param="continue_final_message")
+        try:
+            # Always off the loop: a template is a program that came with the model.
+            rendered = await self.off_loop(
+                lambda: self.tokenizer.render_chat(checked, add_generation_prompt=generation_prompt, **extra)
+            )
+        except ChatTemplateError as e:
+            raise ApiError(f"{e}".rstrip(".") + ".", param="messages") from None
+        return _cut_after(rendered, checked[-1]["content"]) if continue_final else rendered
+
+    async def chat_ids(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        generation_prompt: bool,
+        continue_final: bool,
+        kwargs: dict[str, Any] | None,
+        special: bool,
+        capacity: int | None,
+    ) -> list[int]:
+        """Token ids of a conversation. Raises ApiError 400."""
+        text = await self.chat_text(
+            messages, generation_prompt=generation_prompt, continue_final=continue_final, kwargs=kwargs
+        )
+        tokens = await self.encode(text, special=special, capacity=capacity, chat=True)
+        if not tokens:
+            raise ApiError("messages: the chat template makes an empty prompt of them.", param="messages")
+        return tokens
+
+
+def _cut_after(rendered: str, content: str) -> str:
+    """The prompt up to the end of its last message's content, so that the answer goes on from there."""
+    final = content.strip()
+    at = rendered.rfind(final)
+    if at < 0:
+        raise ApiError(
+            "continue_final_message: the chat template changes the last message, so it cannot be continued.",
+            param="continue_final_message",
+        )
+    end = at + len(final)
+    trailing = content[len(content.rstrip()) :]
+    return rendered[:end] + (trailing if rendered.startswith(trailing, end) else "")
+
+
+def split_prompts(prompt: Any, most: int) -> list[Any]:
+    """The prompts of a completions request: each a string or a list of token ids. Raises ApiError 400."""
+    allowed = "a string, an array of strings, an array of token ids or an array of arrays of token ids"
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise ApiError(f"prompt must be {allowed}, got {shown(prompt)}.", param="prompt")
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [prompt]
+    if kinds == {str} or kinds == {list}:
+        if len(prompt) > most:
+            text = f"prompt must have at most {most} prompts (max_prompts_per_request), got {len(prompt)}."
+            raise ApiError(text, param="prompt")
+        for i, p in enumerate(prompt):
+            if isinstance(p, list) and set(map(type, p)) != {int}:
+                text = f"prompt[{i}] must be a non-empty array of token ids, got {shown(p)}."
+                raise ApiError(text, param=f"prompt[{i}]")
+        return prompt
+    raise ApiError(f"prompt must be {allowed}, got {shown(prompt)}.", param="prompt")

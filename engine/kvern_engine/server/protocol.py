@@ -1,0 +1,324 @@
+"""The bodies of OpenAI's endpoints as pydantic models, with vLLM's extra fields. Checked strictly: no coercion, no
+unknown fields, no NaN. `parse_body` turns every violation into one 400 that names the field, the value and the rule.
+
+What a field means is decided elsewhere (`sampling.py`, `messages.py`); `messages` and `prompt` are checked there, too.
+"""
+
+import difflib
+import json
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import from_json
+
+from kvern_engine.request import MAX_LOGPROBS, MAX_N, MAX_STOP
+from kvern_engine.server.errors import ApiError, not_served_yet
+
+MAX_STOP_CHARS = 1024
+MAX_BIASES = 1024
+MAX_STOP_IDS = 256
+_BIG = 2**31 - 1
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 16.0 is an integer too."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Tokens = Annotated[Int, Field(ge=0, le=_BIG)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+StopStrings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+    Field(max_length=MAX_STOP),
+    BeforeValidator(_listed),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                {
+                    "type": "array",
+                    "maxItems": MAX_STOP,
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                },
+            ]
+        }
+    ),
+]
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+Messages = Annotated[
+    list[dict[str, Any]],
+    Field(min_length=1, max_length=65_536),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "content": {
+                        "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}],
+                    },
+                    "name": {"type": "string"},
+                    "tool_calls": {"type": "array", "description": "Of an assistant's earlier turn."},
+                    "tool_call_id": {"type": "string"},
+                },
+                "required": ["role", "content"],
+            },
+        }
+    ),
+]
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+Prompt = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+                _IDS,
+                {"type": "array", "minItems": 1, "items": _IDS},
+            ],
+            "description": "A text, a list of texts, token ids, or a list of lists of token ids.",
+        }
+    ),
+]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="vLLM's: usage in every chunk.")
+
+
+class ResponseFormat(Body):
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class _Sampling(Body):
+    """What chat and completions have in common."""
+
+    model: str | None = Field(None, description="A served name; left out: the first one.")
+    max_tokens: Tokens | None = None
+    n: Annotated[Int, Field(ge=1, le=MAX_N)] | None = None
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Int, Field(ge=-1, le=_BIG)] | None = Field(None, description="0 or -1: no limit.")
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
+        Field(None, description="Token id (as a string) to bias.")
+    )
+    seed: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: Annotated[list[Tokens], Field(max_length=MAX_STOP_IDS)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Tokens | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    priority: Annotated[Int, Field(ge=-_BIG, le=_BIG)] | None = Field(None, description="Lower runs first.")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
+
+
+class ChatTemplateFields(Body):
+    """What decides how messages become a prompt."""
+
+    messages: Messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(_Sampling, ChatTemplateFields):
+    """`POST /v1/chat/completions`."""
+
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    reasoning_effort: str | None = Field(None, description="Passed to the chat template.")
+
+
+class CompletionRequest(_Sampling):
+    """`POST /v1/completions`."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[Int, Field(ge=1, le=MAX_N)] | None = Field(None, description="Only equal to n.")
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[Tokens], Field(max_length=4_000_000)]
+
+
+# Fields of OpenAI's API that change nothing about the answer here: accepted and not used.
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+    }
+)
+# Fields that people know and that come later: what to say about each.
+_LATER = {
+    "tools": "Tool calling",
+    "tool_choice": "Tool calling",
+    "functions": "Tool calling",
+    "function_call": "Tool calling",
+    "structured_outputs": "Structured output",
+    "guided_json": "Structured output",
+    "guided_regex": "Structured output",
+    "guided_choice": "Structured output",
+    "guided_grammar": "Structured output",
+    "audio": "Audio output",
+    "prediction": "Predicted output",
+    "web_search_options": "Web search",
+    "suffix": "Inserting text before a suffix",
+    "use_beam_search": "Beam search",
+    "prompt_logprobs": "The field prompt_logprobs",
+}
+_ABSENT: tuple[Any, ...] = (None, False, "none", "", [], {})
+
+T = TypeVar("T", bound=Body)
+
+
+def parse_body(model: type[T], body: bytes) -> T:
+    """The request in `body`. Raises ApiError 400."""
+    try:
+        content = from_json(body, allow_inf_nan=False)
+    except ValueError as e:
+        raise ApiError(f"The body is not valid JSON: {e}.", code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise ApiError(f"The body must be a JSON object, got {_kind(content)}.", code="invalid_json")
+    if issubclass(model, _Sampling):
+        _take_known(content)
+    try:
+        return model.model_validate(content)
+    except ValidationError as e:
+        raise _as_api_error(model, e) from None
+
+
+def _take_known(content: dict[str, Any]) -> None:
+    """Drop what is ignored on purpose, refuse what comes later."""
+    for name in IGNORED & content.keys():
+        del content[name]
+    for name in _LATER.keys() & content.keys():
+        if any(content[name] == absent and type(content[name]) is type(absent) for absent in _ABSENT):
+            del content[name]
+        else:
+            raise not_served_yet(_LATER[name], name, f"Leave {name} out.")
+    if "modalities" in content and content.pop("modalities") not in (None, ["text"]):
+        raise ApiError('modalities must be ["text"]: this model answers with text.', param="modalities")
+
+
+def _kind(value: Any) -> str:
+    names = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "an array",
+        dict: "an object",
+    }
+    return names.get(type(value), "null")
+
+
+def shown(value: Any) -> str:
+    """A value for an error message: as JSON, cut short."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def path_of(loc: tuple[Any, ...]) -> str:
+    """`("messages", 0, "content")` -> `messages[0].content`."""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path
+
+
+_WANTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "finite_number": "a finite number",
+}
+
+
+def _as_api_error(model: type[BaseModel], error: ValidationError) -> ApiError:
+    # An unknown field says most about a typing error: it comes first.
+    errors = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    first = errors[0]
+    path, kind, value = path_of(first["loc"]), first["type"], first["input"]
+    if kind == "extra_forbidden":
+        return ApiError(unknown_field(path, str(first["loc"][-1]), _fields_at(model, first["loc"])), param=path)
+    if kind == "missing":
+        return ApiError(f"{path} is required.", param=path, code="missing_required_parameter")
+    if kind in _WANTED:
+        return ApiError(f"{path} must be {_WANTED[kind]}, got {shown(value)} ({_kind(value)}).", param=path)
+    rule = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should ").rstrip(".")
+    if kind in ("too_long", "too_short"):
+        context = first.get("ctx", {})
+        limit = context.get("max_length", context.get("min_length"))
+        most = "at most" if kind == "too_long" else "at least"
+        return ApiError(f"{path} must have {most} {limit} items, got {len(value)}.", param=path)
+    if rule.startswith("be "):
+        return ApiError(f"{path} must {rule}, got {shown(value)}.", param=path)
+    return ApiError(f"{path}: {rule}; got {shown(value)}.", param=path)
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
+    nested: dict[str, type[BaseModel]] = {"stream_options": StreamOptions, "response_format": ResponseFormat}
+    return list((nested.get(str(loc[0]), model) if len(loc) > 1 else model).model_fields)
+
+
+def unknown_field(path: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean '{near[0]}'?" if near else f"known are: {', '.join(sorted(known))}."
+    return f"Unknown field '{path}'; {hint}"
