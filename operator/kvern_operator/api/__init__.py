@@ -1,0 +1,1 @@
+"""The InferenceService resource: models, schema, loading. Nothing here reads a cluster or a clock."""

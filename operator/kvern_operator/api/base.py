@@ -18,7 +18,7 @@ MAX_INT32 = 2**31 - 1
 
 
 class Rule(NamedTuple):
-    """A rule over fields of one object. `field` (camelCase, dotted) is the one to blame; `shows` are printed with it."""
+    """A rule over fields of one object. `field` (camelCase, dotted) is to blame; `shows` are printed with it."""
 
     field: str
     cel: str

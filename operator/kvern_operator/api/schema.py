@@ -1,8 +1,8 @@
 """Models -> structural OpenAPI v3 schema with CEL rules -> the CustomResourceDefinition in crds/.
 
 `python -m kvern_operator.api.schema [FILE]` writes it. Only this file knows what a structural schema may hold: no $ref,
-no anyOf but that of int-or-string, no titles, no additionalProperties: false, boolean exclusive bounds, a bound on every
-string, list and map (or the API server refuses the cost of the rules).
+no anyOf but that of int-or-string, no titles, no additionalProperties: false, boolean exclusive bounds, a bound on
+every string, list and map (or the API server refuses the cost of the rules).
 """
 
 import json

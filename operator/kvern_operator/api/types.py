@@ -361,7 +361,9 @@ class Router(KvernModel):
         300, "How long a request is held while no replica is ready; then 503 with Retry-After."
     )
     max_held: Annotated[int, Field(ge=0, le=100_000)] = field(1000, "Most requests held; more get 503 at once.")
-    api_keys_secret_ref: SecretRef | None = field(None, "Secret whose values are the keys that clients may use.")
+    api_keys_secret_ref: SecretRef | None = field(
+        None, "Secret whose entry `keys` holds the keys that clients may use, one a line."
+    )
     replicas: Annotated[int, Field(ge=1, le=64)] = field(2, "Router pods; kvern up runs one.")
     resources: RouterResources = nested(RouterResources, "Resources of a router pod.")
 
@@ -378,9 +380,8 @@ class Overrides(KvernModel):
 
 def _layout_fits(spec: "InferenceServiceSpec") -> bool:
     size = spec.parallelism.tensor.size
-    if spec.resources.gpus_per_pod == 0 or size is None:
-        return True
-    return spec.resources.gpus_per_pod * spec.resources.nodes_per_replica % (size * spec.parallelism.pipeline.size) == 0
+    gpus = spec.resources.gpus_per_pod * spec.resources.nodes_per_replica
+    return gpus == 0 or gpus % ((size or 1) * spec.parallelism.pipeline.size) == 0
 
 
 class InferenceServiceSpec(KvernModel):
@@ -389,9 +390,10 @@ class InferenceServiceSpec(KvernModel):
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "parallelism.tensor.size",
-            "self.resources.gpusPerPod == 0 || !has(self.parallelism.tensor.size) || "
+            "self.resources.gpusPerPod == 0 || "
             "(self.resources.gpusPerPod * self.resources.nodesPerReplica) % "
-            "(self.parallelism.tensor.size * self.parallelism.pipeline.size) == 0",
+            "((has(self.parallelism.tensor.size) ? self.parallelism.tensor.size : 1) * "
+            "self.parallelism.pipeline.size) == 0",
             "tensor size x pipeline size must divide gpusPerPod x nodesPerReplica",
             _layout_fits,
             ("resources.gpusPerPod", "resources.nodesPerReplica", "parallelism.pipeline.size"),

@@ -1,0 +1,230 @@
+"""Conditions: recomputed whole on every pass, each with a reason for programs and a sentence for people. Pure.
+
+lastTransitionTime moves only where a status changes. Hidden causes (a crash loop, an exit code, an image that cannot be
+pulled, a pod that fits nowhere) come up from the pods.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from kvern_operator.api.status import Condition, ConditionType, InferenceServiceStatus
+from kvern_operator.api.types import InferenceServiceSpec
+from kvern_operator.desired.layout import Layout
+from kvern_operator.desired.meta import ENGINE, ROUTER
+from kvern_operator.observed import Pod
+
+Verdict = tuple[Literal["True", "False", "Unknown"], str, str]  # status, reason, message
+
+
+@dataclass(frozen=True)
+class View:
+    """What conditions are computed from. Counts are of replicas, not of pods."""
+
+    spec: InferenceServiceSpec
+    desired: int
+    total: int  # all that exist
+    current: int  # of the present revision and layout, not leaving
+    current_ready: int
+    ready: int
+    leaving: int
+    pods: tuple[Pod, ...]
+    layout: Layout
+    layouts: frozenset[Layout]  # of the ready replicas
+    url: str
+    ignored: tuple[str, ...]
+
+    @property
+    def router_ready(self) -> bool:
+        """True also where there is no router."""
+        if self.spec.router.mode != "Embedded":
+            return True
+        return any(p.ready for p in self.pods if p.component == ROUTER)
+
+    @property
+    def settled(self) -> bool:
+        """The number and revision of replicas are as wanted and nothing is on its way."""
+        return self.current_ready == self.desired and self.total == self.desired and self.router_ready
+
+
+def compute(view: View, previous: InferenceServiceStatus | None, generation: int, now: datetime) -> list[Condition]:
+    """All conditions, in a fixed order."""
+    verdicts: dict[ConditionType, Verdict] = {
+        "Ready": _ready(view),
+        "Available": _available(view),
+        "Progressing": _progressing(view),
+        "ModelCached": _model_cached(view, previous),
+        "MetricsAvailable": _metrics(view),
+        "ScalingActive": _scaling_active(view),
+        "ScalingLimited": ("False", "WithinBounds", "nothing keeps the number of replicas from what is wanted"),
+        "ParallelismStable": _parallelism(view),
+        "Degraded": _degraded(view),
+    }
+    if view.ignored:
+        verdicts["FieldsIgnored"] = ("True", "NotSupportedHere", "; ".join(view.ignored))
+    return [_condition(type_, verdict, previous, generation, now) for type_, verdict in verdicts.items()]
+
+
+def _condition(
+    type_: ConditionType, verdict: Verdict, previous: InferenceServiceStatus | None, generation: int, now: datetime
+) -> Condition:
+    before = previous.condition(type_) if previous else None
+    status, reason, message = verdict
+    since = before.last_transition_time if before is not None and before.status == status else now
+    if len(message) > 2048:
+        message = message[:2045] + "..."
+    return Condition(
+        type=type_,
+        status=status,
+        observed_generation=generation,
+        last_transition_time=since,
+        reason=reason,
+        message=message,
+    )
+
+
+# ---------------------------------------------------------------- causes
+
+
+def cause(pods: Iterable[Pod]) -> tuple[str, str] | None:
+    """(reason, message) of the trouble to hear of first: engines before routers, the most restarts first."""
+    troubled = [p for p in pods if p.reason and not p.terminating]
+    if not troubled:
+        return None
+    worst = min(troubled, key=lambda p: (p.component != ENGINE, p.ready, -p.restarts, p.name))
+    others = len(troubled) - 1
+    return worst.reason, _story(worst) + (f" (and {others} more)" if others else "")
+
+
+def _story(pod: Pod) -> str:
+    text = f"{pod.component} {pod.name}: {pod.message or pod.reason}"
+    if pod.exit_code is not None:
+        text += f", exit code {pod.exit_code}"
+    if pod.restarts:
+        text += f", {pod.restarts} restart{'s' if pod.restarts > 1 else ''}"
+    if pod.last_log:
+        text += f'; last line: "{pod.last_log}"'
+    return text
+
+
+def _names(pods: Iterable[Pod]) -> str:
+    names = sorted(p.name for p in pods)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def _ready(view: View) -> Verdict:
+    if view.spec.suspend:
+        return "False", "Suspended", "spec.suspend is true; set it to false to start"
+    found = cause(view.pods)
+    if found and view.current_ready < view.desired:
+        return "False", *found
+    if view.desired == 0:
+        held = "requests are held" if view.spec.router.mode == "Embedded" else "nothing answers"
+        status: Literal["True", "False"] = "True" if view.router_ready and view.total == 0 else "False"
+        return status, "ScaledToZero", f"no replica is wanted; {held}"
+    if view.current_ready < view.desired:
+        old = view.ready - view.current_ready
+        if old > 0:
+            text = f"{view.current_ready} of {view.desired} replicas run the present spec, {old} an older one"
+            return "False", "RollingOut", text
+        return "False", "Loading", f"{view.current_ready} of {view.desired} replicas answer; {_loading(view)}"
+    if not view.router_ready:
+        reason, message = found or ("RouterNotReady", "the router does not answer yet")
+        return "False", reason, message
+    return "True", "AllReplicasReady", f"{view.desired} of {view.desired} replicas answer at {view.url}"
+
+
+def _loading(view: View) -> str:
+    loading = [p for p in view.pods if p.component == ENGINE and not p.ready and not p.terminating]
+    return f"{_names(loading)} loading" if loading else "waiting for pods"
+
+
+def _available(view: View) -> Verdict:
+    if view.ready and view.router_ready:
+        return (
+            "True",
+            "Answering",
+            f"{view.ready} replica{'s' if view.ready > 1 else ''} answer{'' if view.ready > 1 else 's'}",
+        )
+    if view.spec.suspend:
+        return "False", "Suspended", "spec.suspend is true"
+    if view.desired == 0:
+        return "False", "ScaledToZero", "no replica is wanted"
+    reason, message = cause(view.pods) or (
+        ("RouterNotReady", "the router does not answer yet") if view.ready else ("NoReplicaReady", _loading(view))
+    )
+    return "False", reason, message
+
+
+def _progressing(view: View) -> Verdict:
+    if view.settled:
+        return "False", "Complete", "everything is as the spec says"
+    found = cause(view.pods)
+    if found and view.current_ready < view.desired:
+        return "False", found[0], f"stalled: {found[1]}"
+    parts = []
+    if view.current < view.desired:
+        parts.append(f"{view.desired - view.current} replicas to start")
+    loading = view.current - view.current_ready
+    if loading > 0:
+        parts.append(f"{loading} loading")
+    outdated = view.total - view.leaving - view.current
+    if outdated > 0:
+        parts.append(f"{outdated} of an older revision to replace")
+    if view.leaving:
+        parts.append(f"{view.leaving} draining")
+    if not view.router_ready and not view.spec.suspend:
+        parts.append("router starting")
+    reason = "RollingOut" if outdated > 0 else "Draining" if view.leaving and not loading else "Starting"
+    if outdated > 0 and view.spec.rollout.paused:
+        return "False", "RolloutPaused", "spec.rollout.paused is true; " + ", ".join(parts)
+    return "True", reason, ", ".join(parts) or "pods are ending"
+
+
+def _model_cached(view: View, previous: InferenceServiceStatus | None) -> Verdict:
+    if any(p.served for p in view.pods if p.component == ENGINE):
+        return "True", "Loaded", f"{view.spec.model.uri} has been loaded"
+    before = previous.condition("ModelCached") if previous else None
+    if before is not None and before.status == "True" and view.spec.model.uri in before.message:
+        return "True", before.reason, before.message
+    return "Unknown", "NotLoadedYet", f"no replica has loaded {view.spec.model.uri} yet"
+
+
+def _metrics(view: View) -> Verdict:
+    ready = [p for p in view.pods if p.component == ENGINE and p.ready]
+    silent = [p for p in ready if p.in_flight is None]
+    if not ready:
+        return "Unknown", "NoReplicaReady", "no replica to read metrics from"
+    if silent:
+        return "False", "NoMetrics", f"{_names(silent)} gave no metrics"
+    return "True", "MetricsRead", "every ready replica gives its metrics"
+
+
+def _scaling_active(view: View) -> Verdict:
+    mode = view.spec.autoscaling.mode
+    if mode == "External":
+        return "True", "External", f"an HPA, KEDA or kubectl scale writes spec.replicas ({view.spec.replicas})"
+    if mode == "Off":
+        return "False", "Off", f"autoscaling.mode is Off; spec.replicas is {view.spec.replicas}"
+    text = f"this version does not act upon autoscaling.mode {mode}; replicas stay at {view.desired}"
+    return "False", "NotSupportedHere", text
+
+
+def _parallelism(view: View) -> Verdict:
+    if not view.layouts:
+        return "Unknown", "NoReplicaReady", f"wanted is tensor size {view.layout.tensor}"
+    if view.layouts == {view.layout}:
+        return "True", "AsWanted", f"tensor size {view.layout.tensor} on every ready replica"
+    sizes = ", ".join(sorted({str(x.tensor) for x in view.layouts}))
+    return "False", "Changing", f"tensor size {sizes}, wanted {view.layout.tensor}"
+
+
+def _degraded(view: View) -> Verdict:
+    found = cause(view.pods)
+    if found:
+        return "True", *found
+    return "False", "AsExpected", "no pod is in trouble"

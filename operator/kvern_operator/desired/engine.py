@@ -1,0 +1,214 @@
+"""One replica: its StatefulSet, the ConfigMap with its layout, and the revision that its pods are made from. Pure."""
+
+import math
+from typing import Any
+
+from kvern_operator.api.base import parse_quantity
+from kvern_operator.api.flags import to_command_line
+from kvern_operator.api.types import InferenceService, InferenceServiceSpec
+from kvern_operator.desired import meta
+from kvern_operator.desired.layout import Layout
+from kvern_operator.desired.merge import merged
+from kvern_operator.desired.probes import engine_probes
+from kvern_operator.observed import Object
+from kvern_operator.settings import Settings
+
+HTTP_PORT, ADMIN_PORT = 8000, 8001
+ADMIN_FOLDER = "/etc/kvern/admin"
+CACHE_FOLDER = "/var/cache/kvern"
+CLAIMS_FOLDER = "/models"
+GRACE_BEYOND_DRAIN = 30  # seconds between the end of a drain and the kubelet's SIGKILL
+
+HARDENED: Object = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+POD_SECURITY: Object = {
+    "runAsNonRoot": True,
+    "runAsUser": 65532,
+    "runAsGroup": 65532,
+    "fsGroup": 65532,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+def revision(spec: InferenceServiceSpec) -> str:
+    """The hash of what engine pods are made from. Defaults are left out: a field that a later version of the operator
+    adds changes no hash, so that its upgrade restarts no pod."""
+    part = spec.model_dump(
+        mode="json",
+        by_alias=True,
+        exclude_defaults=True,
+        include={"model": True, "engine": True, "resources": True, "cache": True, "overrides": {"pod_template"}},
+    )
+    if not part.get("overrides"):
+        part.pop("overrides", None)
+    part.get("cache", {}).pop("reclaimPolicy", None)
+    return meta.digest(part)
+
+
+def headless_name(service: InferenceService) -> str:
+    """The Service that gives engine pods their DNS names."""
+    return f"{service.metadata.name}-engines"
+
+
+def cache_claim(service: InferenceService) -> str | None:
+    """The name of the claim that keeps the model, if there is one."""
+    cache = service.spec.cache
+    if cache is None:
+        return None
+    return cache.claim_name or f"{service.metadata.name}-cache"
+
+
+def layout_map(service: InferenceService, name: str, layout: Layout) -> Object:
+    """The ConfigMap from which a replica's pods read their layout at boot."""
+    return meta.child(service, "ConfigMap", f"{name}-layout", meta.ENGINE, data=layout.environment())
+
+
+def stateful_set(service: InferenceService, name: str, layout: Layout, settings: Settings) -> Object:
+    """The StatefulSet of one replica, of the present revision."""
+    spec, own = service.spec, {meta.REPLICA_LABEL: name, meta.REVISION_LABEL: revision(service.spec)}
+    gpus = spec.resources.gpus_per_pod * spec.resources.nodes_per_replica
+    return meta.child(
+        service,
+        "StatefulSet",
+        name,
+        meta.ENGINE,
+        more_labels=own,
+        annotations={meta.LAYOUT: str(layout), meta.GPUS: str(gpus)},
+        spec={
+            "replicas": spec.resources.nodes_per_replica,
+            "serviceName": headless_name(service),
+            "podManagementPolicy": "Parallel",
+            # Reconcile replaces whole replicas; no controller restarts a pod behind its back.
+            "updateStrategy": {"type": "OnDelete"},
+            "selector": {"matchLabels": {meta.REPLICA_LABEL: name}},
+            "template": pod_template(service, name, own, settings),
+        },
+    )
+
+
+def pod_template(service: InferenceService, name: str, own: dict[str, str], settings: Settings) -> Object:
+    """The pod template of a replica, overrides merged in."""
+    spec, resources = service.spec, service.spec.resources
+    volumes, mounts = _volumes(service)
+    container: Object = {
+        "name": "engine",
+        "image": spec.engine.image or settings.engine_image,
+        "command": ["kvern", "serve"],
+        "args": arguments(service),
+        "ports": [{"name": "http", "containerPort": HTTP_PORT}, {"name": "admin", "containerPort": ADMIN_PORT}],
+        "envFrom": [{"configMapRef": {"name": f"{name}-layout"}}],
+        "env": _environment(service),
+        **engine_probes(spec.model.uri),
+        "resources": _resources(spec),
+        "volumeMounts": mounts,
+        "securityContext": HARDENED,
+    }
+    if spec.model.secret_ref is not None:
+        container["envFrom"].append({"secretRef": {"name": spec.model.secret_ref.name}})
+    selector = dict(resources.node_selector)
+    if resources.gpu_type:
+        selector["nvidia.com/gpu.product"] = resources.gpu_type
+    pod: Object = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,  # a Service called kvern would set KVERN_PORT
+        "terminationGracePeriodSeconds": spec.rollout.drain_timeout_seconds + GRACE_BEYOND_DRAIN,
+        "securityContext": POD_SECURITY,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    if selector:
+        pod["nodeSelector"] = selector
+    if resources.tolerations:
+        pod["tolerations"] = [t.to_dict() for t in resources.tolerations]
+    if resources.runtime_class_name:
+        pod["runtimeClassName"] = resources.runtime_class_name
+    template = {"metadata": {"labels": {**meta.labels(service, meta.ENGINE), **own}}, "spec": pod}
+    result: Object = merged(template, spec.overrides.pod_template)
+    return result
+
+
+def arguments(service: InferenceService) -> list[str]:
+    """What follows `kvern serve`: the model, then flags. The layout is not among them (see layout_map)."""
+    spec, engine = service.spec, service.spec.engine
+    typed: list[tuple[str, Any]] = [
+        ("served-model-name", spec.model.served_name),
+        ("revision", spec.model.revision),
+        ("host", "0.0.0.0"),
+        ("port", HTTP_PORT),
+        ("admin-host", "0.0.0.0"),
+        ("admin-port", ADMIN_PORT),
+        ("admin-token-file", f"{ADMIN_FOLDER}/token"),
+        ("drain-timeout-seconds", spec.rollout.drain_timeout_seconds),
+        ("max-model-len", engine.max_model_len),
+        ("max-num-seqs", engine.max_num_seqs),
+        ("gpu-memory-utilization", engine.gpu_memory_utilization),
+        ("quantization", engine.quantization),
+        ("kv-cache-dtype", engine.kv_cache_dtype),
+    ]
+    if spec.resources.gpus_per_pod == 0 and "device" not in engine.args:
+        typed.append(("device", "cpu"))
+    out = [model_argument(spec.model.uri)]
+    for name, value in typed:
+        if value is not None:
+            out += [f"--{name}", str(value)]
+    for name, value in sorted(engine.args.items()):
+        out += to_command_line(name, value)
+    return out
+
+
+def model_argument(uri: str) -> str:
+    """What the engine is told to load: a claim's path as it is mounted, other addresses as they are."""
+    if uri.startswith("pvc://"):
+        return f"{CLAIMS_FOLDER}/{uri.removeprefix('pvc://')}"
+    return uri
+
+
+def _environment(service: InferenceService) -> list[Object]:
+    env = [{"name": "KVERN_CACHE_DIR", "value": CACHE_FOLDER}, {"name": "HOME", "value": "/tmp"}]
+    cpu = service.spec.resources.cpu
+    if cpu is not None:
+        # Without it torch counts the node's cores, not the pod's share of them.
+        env.append({"name": "OMP_NUM_THREADS", "value": str(max(1, math.ceil(parse_quantity(cpu))))})
+    return env
+
+
+def _resources(spec: InferenceServiceSpec) -> Object:
+    wanted = {"cpu": spec.resources.cpu, "memory": spec.resources.memory}
+    requests = {name: str(value) for name, value in wanted.items() if value is not None}
+    # Memory is limited at its request; CPU is not limited: throttling would show as latency.
+    limits = {name: value for name, value in requests.items() if name == "memory"}
+    if spec.resources.gpus_per_pod:
+        limits["nvidia.com/gpu"] = str(spec.resources.gpus_per_pod)
+    return {name: values for name, values in (("requests", requests), ("limits", limits)) if values}
+
+
+def shm_size(spec: InferenceServiceSpec) -> str:
+    """Size of /dev/shm: collectives of several processes need more than a container's 64Mi."""
+    if spec.resources.shm_size is not None:
+        return str(spec.resources.shm_size)
+    return f"{spec.resources.gpus_per_pod}Gi" if spec.resources.gpus_per_pod else "64Mi"
+
+
+def _volumes(service: InferenceService) -> tuple[list[Object], list[Object]]:
+    spec, claim = service.spec, cache_claim(service)
+    cache: Object = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+    volumes: list[Object] = [
+        {"name": "admin", "secret": {"secretName": f"{service.metadata.name}-admin", "defaultMode": 0o440}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm_size(spec)}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "cache", **cache},
+    ]
+    mounts: list[Object] = [
+        {"name": "admin", "mountPath": ADMIN_FOLDER, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "cache", "mountPath": CACHE_FOLDER},
+    ]
+    if spec.model.uri.startswith("pvc://"):
+        source = spec.model.uri.removeprefix("pvc://").partition("/")[0]
+        volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": source, "readOnly": True}})
+        mounts.append({"name": "model", "mountPath": f"{CLAIMS_FOLDER}/{source}", "readOnly": True})
+    return volumes, mounts

@@ -1,0 +1,140 @@
+"""Names, labels, annotations, hashes and owner references of a service's children. Pure."""
+
+import hashlib
+import hmac
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from kvern_operator.api.types import API_VERSION, KIND, InferenceService
+from kvern_operator.observed import Object
+
+MANAGER = "kvern"
+SERVICE_LABEL = "kvern.dev/service"
+REPLICA_LABEL = "kvern.dev/replica"
+REVISION_LABEL = "kvern.dev/revision"
+COMPONENT_LABEL = "app.kubernetes.io/component"
+APPLIED_HASH = "kvern.dev/applied-hash"
+DRAINING_SINCE = "kvern.dev/draining-since"
+LAYOUT = "kvern.dev/layout"
+GPUS = "kvern.dev/gpus"
+
+ENGINE, ROUTER = "engine", "router"
+
+API_VERSIONS = {
+    "Secret": "v1",
+    "ConfigMap": "v1",
+    "Service": "v1",
+    "PersistentVolumeClaim": "v1",
+    "PodDisruptionBudget": "policy/v1",
+    "StatefulSet": "apps/v1",
+    "Deployment": "apps/v1",
+}
+# Order of creation: what pods mount first, pods last.
+KINDS = tuple(API_VERSIONS)
+
+
+def replica_name(service: str, index: int) -> str:
+    """smollm2-r0: the StatefulSet of one replica."""
+    return f"{service}-r{index}"
+
+
+def replica_index(service: str, name: str) -> int | None:
+    """The number in a replica's name; None where the name is not one of this service's replicas."""
+    prefix, _, number = name.rpartition("-r")
+    return int(number) if prefix == service and number.isdigit() else None
+
+
+def labels(service: InferenceService, component: str | None = None) -> dict[str, str]:
+    """The labels that every child carries."""
+    found = {
+        "app.kubernetes.io/name": "kvern",
+        "app.kubernetes.io/instance": service.metadata.name,
+        "app.kubernetes.io/managed-by": MANAGER,
+        SERVICE_LABEL: service.metadata.name,
+    }
+    return {**found, COMPONENT_LABEL: component} if component else found
+
+
+def selector(service: InferenceService, component: str) -> dict[str, str]:
+    """Labels that select the pods of a component."""
+    return {SERVICE_LABEL: service.metadata.name, COMPONENT_LABEL: component}
+
+
+def child(service: InferenceService, kind: str, name: str, component: str | None = None, **body: Any) -> Object:
+    """A child object: type, name, namespace, labels, owner, and whatever `body` holds."""
+    annotations = body.pop("annotations", {})
+    more_labels = body.pop("more_labels", {})
+    metadata: Object = {
+        "name": name,
+        "namespace": service.metadata.namespace,
+        "labels": {**labels(service, component), **more_labels},
+        "ownerReferences": [
+            {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": service.metadata.name,
+                "uid": service.metadata.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ],
+    }
+    if annotations:
+        metadata["annotations"] = dict(annotations)
+    return {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, **body}
+
+
+def key(obj: Object) -> tuple[str, str]:
+    """(kind, name): what tells the children of one service apart."""
+    return obj["kind"], obj["metadata"]["name"]
+
+
+def annotation(obj: Object, name: str) -> str:
+    """An annotation, "" where there is none."""
+    return str(obj["metadata"].get("annotations", {}).get(name, ""))
+
+
+def with_annotations(obj: Object, **changes: str | None) -> Object:
+    """A copy with annotations set, or removed where the value is None."""
+    annotations = {**obj["metadata"].get("annotations", {}), **changes}
+    kept = {name: value for name, value in annotations.items() if value is not None}
+    return {**obj, "metadata": {**obj["metadata"], "annotations": kept}}
+
+
+def digest(value: Any, length: int = 10) -> str:
+    """A short stable hash of JSON-ready values."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+def stamped(obj: Object) -> Object:
+    """With the hash of what Kvern owns in it, so that a removed key is seen as a difference as well."""
+    bare = with_annotations(obj, **{APPLIED_HASH: None})
+    return with_annotations(obj, **{APPLIED_HASH: digest(bare, 16)})
+
+
+def differs(wanted: Object, live: Object | None) -> bool:
+    """True where `live` lacks something of `wanted` (which is stamped); what others added does not count."""
+    return (
+        live is None or annotation(wanted, APPLIED_HASH) != annotation(live, APPLIED_HASH) or not _within(wanted, live)
+    )
+
+
+def _within(wanted: Any, live: Any) -> bool:
+    if isinstance(wanted, dict):
+        return isinstance(live, dict) and all(k in live and _within(v, live[k]) for k, v in wanted.items())
+    if isinstance(wanted, list):
+        same = isinstance(live, list) and len(wanted) == len(live)
+        return same and all(_within(a, b) for a, b in zip(wanted, live, strict=True))
+    return bool(wanted == live)
+
+
+def admin_token(operator_key: bytes, service: InferenceService) -> str:
+    """The bearer token of the service's admin ports."""
+    return hmac.new(operator_key, service.metadata.uid.encode(), hashlib.sha256).hexdigest()
+
+
+def in_creation_order(objects: Iterable[Object]) -> list[Object]:
+    """Configuration before the pods that mount it."""
+    return sorted(objects, key=lambda o: (KINDS.index(o["kind"]), o["metadata"]["name"]))

@@ -1,0 +1,150 @@
+"""The router in front of a service's replicas: Deployment, the file of replicas in a ConfigMap. Pure."""
+
+import json
+from collections.abc import Iterable
+
+from kvern_operator.api.types import InferenceService
+from kvern_operator.desired import meta
+from kvern_operator.desired.engine import GRACE_BEYOND_DRAIN, HARDENED, HTTP_PORT, POD_SECURITY
+from kvern_operator.desired.merge import merged
+from kvern_operator.observed import Object, Pod
+from kvern_operator.settings import Settings
+
+ROUTER_FOLDER = "/etc/kvern/router"
+KEYS_FOLDER = "/etc/kvern/keys"
+
+
+def router_name(service: InferenceService) -> str:
+    """Name of the Deployment and of its ConfigMap."""
+    return f"{service.metadata.name}-router"
+
+
+def revision(service: InferenceService) -> str:
+    """The hash of what router pods are made from (see engine.revision)."""
+    part = service.spec.model_dump(
+        mode="json",
+        by_alias=True,
+        exclude_defaults=True,
+        include={"router": True, "model": {"uri", "name"}, "overrides": {"router_pod_template"}},
+    )
+    part.get("router", {}).pop("replicas", None)
+    if not part.get("overrides"):
+        part.pop("overrides", None)
+    return meta.digest(part)
+
+
+def replica_file(service: InferenceService, pods: Iterable[Pod], leaving: frozenset[str]) -> str:
+    """The JSON that the router re-reads on change: replicas that answer, and those that drain.
+
+    `leaving` holds the names of the StatefulSets that drain. Loading and terminating pods are not in it.
+    """
+    entries = [
+        {
+            "name": pod.name,
+            "uid": pod.uid,
+            "url": f"http://{pod.address}",
+            "weight": 1,
+            "state": "draining" if pod.owner in leaving or pod.draining else "ready",
+        }
+        for pod in sorted(pods, key=lambda p: p.name)
+        if pod.component == meta.ENGINE
+        and pod.name.endswith("-0")  # of a replica that spans nodes, the first pod answers
+        and pod.address
+        and not pod.terminating
+        and (pod.ready or (pod.served and pod.running))
+    ]
+    return json.dumps({"model": service.spec.model.served_name, "replicas": entries}, indent=1)
+
+
+def replica_map(service: InferenceService, text: str) -> Object:
+    """The ConfigMap with the file of replicas."""
+    return meta.child(service, "ConfigMap", router_name(service), meta.ROUTER, data={"replicas.json": text})
+
+
+def deployment(service: InferenceService, replicas: int, settings: Settings) -> Object:
+    """The router's Deployment."""
+    name, own = router_name(service), {meta.REVISION_LABEL: revision(service)}
+    return meta.child(
+        service,
+        "Deployment",
+        name,
+        meta.ROUTER,
+        more_labels=own,
+        spec={
+            "replicas": replicas,
+            "selector": {"matchLabels": meta.selector(service, meta.ROUTER)},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "template": pod_template(service, own, settings),
+        },
+    )
+
+
+def pod_template(service: InferenceService, own: dict[str, str], settings: Settings) -> Object:
+    """The router's pod template, overrides merged in."""
+    router, drain = service.spec.router, _drain_seconds(service)
+    args = [
+        "--listen",
+        f"0.0.0.0:{HTTP_PORT}",
+        "--replicas-file",
+        f"{ROUTER_FOLDER}/replicas.json",
+        "--model",
+        service.spec.model.served_name,
+        "--policy",
+        router.policy,
+        "--hold-timeout-seconds",
+        str(router.hold_timeout_seconds),
+        "--max-held",
+        str(router.max_held),
+        "--drain-timeout-seconds",
+        str(drain),
+        "--shutdown-delay-seconds",
+        str(settings.endpoints_delay),
+    ]
+    volumes: list[Object] = [{"name": "replicas", "configMap": {"name": router_name(service)}}]
+    mounts: list[Object] = [{"name": "replicas", "mountPath": ROUTER_FOLDER, "readOnly": True}]
+    if router.api_keys_secret_ref is not None:
+        args += ["--api-keys-file", f"{KEYS_FOLDER}/keys"]
+        volumes.append({"name": "keys", "secret": {"secretName": router.api_keys_secret_ref.name}})
+        mounts.append({"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True})
+    cpu, memory = router.resources.cpu or "1", router.resources.memory or "512Mi"
+    container: Object = {
+        "name": "router",
+        "image": settings.operator_image,
+        "command": ["kvern-router"],
+        "args": args,
+        "ports": [{"name": "http", "containerPort": HTTP_PORT}],
+        "readinessProbe": _probe("/ready", 2, 2),
+        "livenessProbe": _probe("/health", 10, 3),
+        "resources": {"requests": {"cpu": str(cpu), "memory": str(memory)}, "limits": {"memory": str(memory)}},
+        "volumeMounts": mounts,
+        "securityContext": HARDENED,
+    }
+    pod: Object = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        # Longer than the engines': whoever deletes both at once must not cut a stream here that still runs there.
+        "terminationGracePeriodSeconds": drain + settings.endpoints_delay + GRACE_BEYOND_DRAIN,
+        "securityContext": POD_SECURITY,
+        "affinity": {"podAntiAffinity": _spread(service)},
+        "containers": [container],
+        "volumes": volumes,
+    }
+    template = {"metadata": {"labels": {**meta.labels(service, meta.ROUTER), **own}}, "spec": pod}
+    result: Object = merged(template, service.spec.overrides.router_pod_template)
+    return result
+
+
+def _drain_seconds(service: InferenceService) -> int:
+    return service.spec.rollout.drain_timeout_seconds + GRACE_BEYOND_DRAIN
+
+
+def _probe(path: str, period: int, failures: int) -> Object:
+    return {"httpGet": {"path": path, "port": "http"}, "periodSeconds": period, "failureThreshold": failures}
+
+
+def _spread(service: InferenceService) -> Object:
+    term = {
+        "topologyKey": "kubernetes.io/hostname",
+        "labelSelector": {"matchLabels": meta.selector(service, meta.ROUTER)},
+    }
+    return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}

@@ -1,0 +1,116 @@
+"""A cluster as a value: applies plans and lets pods start, load, finish and fail. For tests of reconcile only."""
+
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+
+from kvern_operator.api.load import load_text
+from kvern_operator.api.types import InferenceService
+from kvern_operator.desired import meta
+from kvern_operator.observed import Observed, Pod
+from kvern_operator.reconcile import Plan, reconcile
+from kvern_operator.settings import Settings
+
+START = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
+SETTINGS = Settings(operator_key=b"test")
+
+
+def service(spec: str = "", name: str = "smol", generation: int = 1) -> InferenceService:
+    """A valid service; `spec` is YAML in flow style that follows the model: "replicas: 2, suspend: true"."""
+    text = (
+        "apiVersion: kvern.dev/v1alpha1\nkind: InferenceService\n"
+        f"metadata: {{name: {name}, namespace: team-a, uid: u-1, generation: {generation}}}\n"
+        f"spec: {{model: {{uri: 'builtin://smollm2-135m'}}, {spec}}}\n"
+    )
+    return load_text(text)
+
+
+@dataclass
+class FakeCluster:
+    """`step` is one pass of reconcile; `let_pods_start`, `kill` and so on are what the world does between passes."""
+
+    now: datetime = START
+    settings: Settings = SETTINGS
+    objects: dict[tuple[str, str], dict] = field(default_factory=dict)
+    pods: dict[str, Pod] = field(default_factory=dict)
+    status: object = None
+    spare: int | None = None
+    deleted: list[str] = field(default_factory=list)
+    _uid: int = 0
+
+    def observed(self) -> Observed:
+        return Observed(tuple(self.objects.values()), tuple(self.pods.values()), self.status, self.spare)
+
+    def plan(self, svc: InferenceService) -> Plan:
+        return reconcile(svc, self.observed(), self.now, self.settings)
+
+    def step(self, svc: InferenceService) -> Plan:
+        plan = self.plan(svc)
+        for obj in plan.apply:
+            self.objects[meta.key(obj)] = obj
+        for name in plan.drain:
+            self.pods[name] = replace(self.pods[name], draining=True, ready=False)
+        for name in plan.resume:
+            self.pods[name] = replace(self.pods[name], draining=False, ready=True)
+        for key in plan.delete:
+            del self.objects[key]
+            self.deleted.append(key[1])
+        self.status = plan.status
+        self.make_pods()
+        return plan
+
+    def make_pods(self) -> None:
+        """What the StatefulSet and Deployment controllers do, at once."""
+        wanted = {}
+        for (kind, name), obj in self.objects.items():
+            if kind in ("StatefulSet", "Deployment"):
+                component = meta.ENGINE if kind == "StatefulSet" else meta.ROUTER
+                for i in range(obj["spec"]["replicas"]):
+                    wanted[f"{name}-{i}"] = (name, component)
+        self.pods = {name: pod for name, pod in self.pods.items() if name in wanted}
+        for name, (owner, component) in wanted.items():
+            if name not in self.pods:
+                self._uid += 1
+                self.pods[name] = Pod(name, f"p-{self._uid}", owner, component, created=self.now)
+
+    def change(self, name: str, **values: object) -> None:
+        self.pods[name] = replace(self.pods[name], **values)
+
+    def let_start(self, *names: str, in_flight: int = 0) -> None:
+        """Pods (all by default) become ready."""
+        for name in names or tuple(self.pods):
+            pod = self.pods[name]
+            if not pod.draining and not pod.reason:
+                self.change(
+                    name,
+                    running=True,
+                    ready=True,
+                    served=True,
+                    address="10.0.0.1:8000",
+                    admin_address="10.0.0.1:8001" if pod.component == meta.ENGINE else "",
+                    in_flight=in_flight if pod.in_flight is None else pod.in_flight,
+                )
+
+    def tick(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+    def settle(self, svc: InferenceService, steps: int = 60) -> int:
+        """Passes until nothing is left to do, pods starting and draining at once. Returns how many it took."""
+        for i in range(steps):
+            plan = self.step(svc)
+            self.let_start()
+            for name, pod in list(self.pods.items()):
+                if pod.draining:
+                    self.change(name, in_flight=0)
+            again = self.plan(svc)
+            if plan.empty and again.empty and again.requeue_after is None and again.status == self.status:
+                return i
+            self.tick(3)
+        raise AssertionError(f"not settled after {steps} passes: {self.plan(svc)}")
+
+    @property
+    def replicas(self) -> list[str]:
+        return sorted(name for kind, name in self.objects if kind == "StatefulSet")
+
+    def ready_engines(self) -> int:
+        leaving = {n for (k, n), o in self.objects.items() if meta.annotation(o, meta.DRAINING_SINCE)}
+        return sum(p.ready for p in self.pods.values() if p.component == meta.ENGINE and p.owner not in leaving)
