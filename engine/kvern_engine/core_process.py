@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import zmq
 
+from kvern_engine.assemble import build_core
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.loop import EngineCore, OutputsByClient, WorkerDiedError
 from kvern_engine.core.plan import WorkerProgress, WorkerReady
@@ -83,7 +84,7 @@ class CoreProcess:
         model_config = read_model_config(resolve_model(self._config.model, self._config.revision))
         worker = self._make_worker()
         ready = worker.wait_ready(self._progress)
-        self._core = EngineCore.from_config(self._engine, self._config, ready, worker, model_config.eos_token_ids)
+        self._core = build_core(self._config, self._engine, worker, ready, model_config.eos_token_ids)
         worker.watch(self._poller)
         message = CoreReady(
             self._engine, ready.num_blocks, ready.block_size, ready.max_model_len, self._info(ready, began)

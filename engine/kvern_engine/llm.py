@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from kvern_engine.assemble import build_core
 from kvern_engine.config import EngineConfig
-from kvern_engine.core.loop import EngineCore
 from kvern_engine.flags import explain
 from kvern_engine.ipc import AddRequest
 from kvern_engine.loading.config import read_generation_config, read_model_config
@@ -53,7 +53,7 @@ class LLM:
         self._worker = InprocWorkerClient(create_worker(self.config, 0))
         self.worker_ready: WorkerReady = self._worker.wait_ready(load_progress)
         eos = self.model_config.eos_token_ids
-        self.core = EngineCore.from_config(0, self.config, self.worker_ready, self._worker, eos)
+        self.core = build_core(self.config, 0, self._worker, self.worker_ready, eos)
         self.start_seconds = time.perf_counter() - started
         self._ids = itertools.count()
         self._tokenizer: Tokenizer | None = None

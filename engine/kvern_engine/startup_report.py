@@ -15,6 +15,14 @@ from kvern_engine.ipc import CoreReady
 
 log = logging.getLogger(__name__)
 
+_WORDS = {
+    "resolve": "finding the model",
+    "weights": "loading weights",
+    "profile": "trying a step",
+    "graphs": "capturing graphs",
+    "kv_cache": "laying out the KV cache",
+}
+
 
 def count(number: float) -> str:
     """A number of parameters or bytes in three digits: 134.5M, 98M, 1.2G."""
@@ -68,7 +76,7 @@ class StartupReport:
             self._write(f"  {self._label(rank, phase, several)} {percent:3d} %", keep=False)
 
     def _label(self, rank: int, phase: str, several: bool) -> str:
-        return f"{f'worker {rank}: ' if several else ''}{phase}"
+        return f"{f'worker {rank}: ' if several else ''}{_WORDS.get(phase, phase)}"
 
     def _close(self, rank: int, several: bool) -> None:
         if rank not in self._phases:

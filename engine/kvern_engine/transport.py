@@ -94,6 +94,8 @@ class ProcessWorkerClient:
     `rank` names its sockets, `pid` its process. Raises WorkerDiedError from every call once it is gone.
     """
 
+    overlaps = True  # a submitted plan is computed while the core goes on
+
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str, rank: int, engine: int, pid: int
     ) -> None:
@@ -171,7 +173,10 @@ class Pending(Protocol):
 
 
 class WorkerLike(Protocol):
-    """What Worker and SimWorker have in common."""
+    """What Worker and SimWorker have in common. `is_asynchronous`: `execute` returns before the step is over."""
+
+    @property
+    def is_asynchronous(self) -> bool: ...
 
     def load(self, progress: Progress | None = None) -> WorkerReady: ...
 
@@ -185,6 +190,7 @@ class InprocWorkerClient:
         self._worker, self._rank = worker, rank
         self._pending: deque[Pending] = deque()
         self.alive = True
+        self.overlaps = worker.is_asynchronous
 
     def wait_ready(self, progress: Progress | None = None) -> WorkerReady:
         """Load weights and size the arena; raises what the worker raises (ValueError, MemoryError: for people)."""
