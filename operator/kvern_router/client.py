@@ -1,0 +1,332 @@
+"""A client's connection: an asyncio Protocol around httptools' request parser. One request is served at a time.
+
+Pipelined requests wait in a short queue, in order. Bad requests, limits, keys and the router's own endpoints are dealt
+with here; everything else becomes an Exchange.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import TYPE_CHECKING, cast
+
+import httptools
+
+from kvern_router.errors import RouterError, bad_request
+from kvern_router.exchange import Exchange
+from kvern_router.http1 import CONTINUE, Request, check_head, reason, response_head, too_large
+
+if TYPE_CHECKING:
+    from kvern_router.router import Router
+
+MAX_PIPELINED = 8
+LINGER_SECONDS = 2.0  # a client that is still sending gets to read its refusal before the connection is closed
+WRITE_HIGH = 256 * 1024  # bytes of answer waiting for a slow client before its replica is paused
+
+
+class ClientConnection(asyncio.Protocol):
+    """One TCP connection of a client. `admin`: the router's own endpoints only."""
+
+    def __init__(self, router: Router, admin: bool = False) -> None:
+        self._router = router
+        self._admin = admin
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._current: Request | None = None  # being received
+        self._head_bytes = 0  # of the complete headers so far
+        self._head_fed = 0  # received since the read in which the head began
+        self._queue: deque[Request] = deque()
+        self._exchange: Exchange | None = None
+        self._last_request = False  # no further request is read
+        self._reading = True
+        self._gone = False
+        self._last_data = self._idle_since = self._loop.time()
+        self._stalled_since: float | None = None
+        self._stalled_bytes = 0
+        self._buffered = 0  # bytes of request bodies that this connection keeps
+        self.peer = b""
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's is one without deriving from it
+        transport.set_write_buffer_limits(high=WRITE_HIGH)
+        peer = transport.get_extra_info("peername")
+        self.peer = str(peer[0]).encode() if isinstance(peer, tuple) else b""
+        self._router.clients.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._last_data = self._loop.time()
+        before = self._current
+        while data and not self._last_request:
+            try:
+                self._parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]  # upgrades are ignored, as RFC 9110 (7.8) allows
+            except httptools.HttpParserError as error:
+                if not self._last_request:  # what follows a last request is nobody's
+                    self._reject(bad_request(f"This is not a valid HTTP/1.1 request: {error}"))
+                return
+        request = self._current
+        if request is not None and request is before and not request.head_done:
+            # A header that is still incomplete is in the parser, where it cannot be counted: count what was fed.
+            self._head_fed += len(data)
+            if self._head_fed > self._router.settings.max_header_bytes:
+                self._reject(self._head_too_large())
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gone = True
+        self._router.clients.discard(self)
+        self._release(self._buffered)
+        self._queue.clear()
+        if self._exchange is not None:
+            self._exchange.client_gone()
+
+    def pause_writing(self) -> None:
+        self._stalled_since = self._loop.time()
+        self._stalled_bytes = self._transport.get_write_buffer_size() if self._transport else 0
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume_writing(self) -> None:
+        self._stalled_since = None
+        if self._exchange is not None:
+            self._exchange.resume()
+
+    # httptools' side
+
+    def on_message_begin(self) -> None:
+        if not self._last_request:
+            self._current = Request(began=self._loop.time())
+            self._head_bytes = self._head_fed = 0
+
+    def on_url(self, url: bytes) -> None:
+        if self._current is not None:
+            self._current.target += url
+            self._head_bytes += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        request = self._current
+        if request is not None and not request.head_done:  # trailers are dropped
+            self._head_bytes += len(name) + len(value) + 4
+            request.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        request = self._current
+        if request is None:
+            return
+        request.head_done = True
+        request.method = self._parser.get_method()
+        request.version = self._parser.get_http_version()
+        request.keep_alive = self._parser.should_keep_alive()
+        if self._head_bytes > self._router.settings.max_header_bytes:
+            self._reject(self._head_too_large())
+        elif (error := check_head(request, self._router.settings.max_body_bytes)) is not None:
+            self._reject(error)
+        else:
+            self._continue()
+
+    def on_body(self, data: bytes) -> None:
+        request = self._current
+        if request is None:
+            return
+        request.size += len(data)
+        if request.size > self._router.settings.max_body_bytes:
+            self._reject(too_large(self._router.settings.max_body_bytes))
+            return
+        request.pieces.append(data)
+        self._buffered += len(data)
+        self._router.buffered_bytes += len(data)
+        if self._router.buffered_bytes > self._router.settings.max_buffered_bytes:
+            message = "The router holds as many request bodies as it may (max-buffered-bytes); try again later"
+            self._reject(RouterError(503, message, code="router_overloaded", retry_after=1))
+
+    def on_message_complete(self) -> None:
+        request = self._current
+        if request is None:
+            return
+        self._current = None
+        request.complete = True
+        request.received = self._loop.time()
+        self._last_request = not request.keep_alive
+        self._enqueue(request)
+
+    # requests
+
+    def _reject(self, error: RouterError) -> None:
+        """The request that is being received gets an error in its turn, and nothing is read after it."""
+        request = self._current or Request(began=self._loop.time(), version="1.1")
+        self._current = None
+        self._last_request = True
+        self._release(request.size)
+        request.pieces, request.keep_alive, request.rejection = [], False, error
+        request.received = self._loop.time()
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        self._queue.append(request)
+        self._advance()
+        if len(self._queue) >= MAX_PIPELINED and self._reading and self._transport is not None:
+            self._reading = False
+            self._transport.pause_reading()
+
+    def _advance(self) -> None:
+        """Serve what is next, until something takes time."""
+        while self._queue and self._exchange is None and not self._gone:
+            request = self._queue.popleft()
+            if request.rejection is not None:
+                self._answer_at_once(request, request.rejection)
+                return
+            try:
+                answer = self._router.local_answer(request, self._admin)
+                if answer is None:
+                    self._router.admit(request)
+                    self._exchange = Exchange(self._router, self, request)
+                    self._exchange.paused = self._stalled_since is not None
+                    self._exchange.start()
+                    return
+            except RouterError as error:
+                self._answer_at_once(request, error)
+                continue
+            self._respond(request, *answer)
+            self._done_with(request, self.may_keep_alive(request))
+        self._continue()
+
+    def _continue(self) -> None:
+        """Let a client send the body that it asked about, when it is that request's turn."""
+        request = self._current
+        if request is not None and request.expects_continue and not self.busy:
+            request.expects_continue = False
+            if not request.size:
+                self.write(CONTINUE)
+
+    def _answer_at_once(self, request: Request, error: RouterError) -> None:
+        keep_alive = self.answer_error(request, error)
+        self._router.account(request, self.peer, error.status, {"error": error.code})
+        self._done_with(request, keep_alive)
+
+    def exchange_done(self, exchange: Exchange, keep_alive: bool) -> None:
+        """The exchange under way has ended."""
+        self._exchange = None
+        self._done_with(exchange.request, keep_alive)
+        if not self._gone:
+            self._advance()
+
+    def _done_with(self, request: Request, keep_alive: bool) -> None:
+        if request.rejection is None:
+            self._release(request.size)
+        if self._gone or self._transport is None:
+            return
+        self._idle_since = self._loop.time()
+        if not keep_alive:
+            self._close(unread=not request.complete)
+        elif not self._reading and len(self._queue) < MAX_PIPELINED:
+            self._reading = True
+            self._transport.resume_reading()
+
+    def _release(self, size: int) -> None:
+        size = min(size, self._buffered)
+        self._buffered -= size
+        self._router.buffered_bytes -= size
+
+    # answers
+
+    def may_keep_alive(self, request: Request) -> bool:
+        """Whether another request may follow on this connection."""
+        return request.keep_alive and not self._router.draining
+
+    def answer_error(self, request: Request, error: RouterError) -> bool:
+        """Answer with an error of the router's own; returns whether the connection stays."""
+        headers = [*error.headers]
+        if error.retry_after is not None:
+            headers.append((b"retry-after", b"%d" % error.retry_after))
+        return self._respond(request, error.status, b"application/json", error.body(), headers)
+
+    def _respond(
+        self,
+        request: Request,
+        status: int,
+        content_type: bytes,
+        body: bytes,
+        headers: list[tuple[bytes, bytes]] | None = None,
+    ) -> bool:
+        keep_alive = self.may_keep_alive(request)
+        fields = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or [])]
+        if request.request_id:
+            fields.append((b"x-request-id", request.request_id))
+        connection = (b"" if request.version == "1.1" else b"keep-alive") if keep_alive else b"close"
+        head = response_head(status, reason(status), fields, connection)
+        self.write(head if request.method == b"HEAD" else head + body)
+        return keep_alive
+
+    def write(self, data: bytes) -> None:
+        """Send bytes; a client that is gone gets none."""
+        if not self._gone and self._transport is not None:
+            self._transport.write(data)
+
+    def abort(self) -> None:
+        """Cut the connection: the client must not take what it got for a whole answer."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _close(self, unread: bool = False) -> None:
+        """Close once everything is written. unread: the client is still sending; closing at once would reset the
+        connection and lose the answer, so read on for a moment and throw it away."""
+        self._last_request = True
+        if self._transport is None or self._transport.is_closing():
+            return
+        if not unread:
+            self._transport.close()
+            return
+        if not self._reading:
+            self._reading = True
+            self._transport.resume_reading()
+        with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
+            self._transport.write_eof()
+        self._loop.call_later(LINGER_SECONDS, self._transport.abort)
+
+    # the router's sweep
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way or waiting."""
+        return self._exchange is not None or bool(self._queue)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        return self._exchange
+
+    def check(self, now: float) -> None:
+        """End what has been idle for too long. Called every second or so."""
+        settings = self._router.settings
+        if self._stalled_since is not None and self._transport is not None:
+            waiting = self._transport.get_write_buffer_size()
+            if waiting < self._stalled_bytes:
+                self._stalled_bytes, self._stalled_since = waiting, now
+            elif now - self._stalled_since > settings.idle_timeout:
+                self.abort()
+        elif self._exchange is not None:
+            if self._exchange.idle_for(now) > settings.idle_timeout:
+                message = f"The replica sent nothing for {settings.idle_timeout:g} s (idle-timeout)"
+                self._exchange.interrupt(RouterError(504, message, code="idle_timeout"))
+        elif self._current is not None:
+            since = self._last_data if self._current.head_done else self._current.began
+            if now - since > settings.upload_timeout:
+                self._reject(bad_request("The request did not arrive in time", status=408))
+        elif now - self._idle_since > settings.keep_alive:
+            self._close()
+
+    def close_if_idle(self) -> None:
+        """For a drain: a connection without a request is closed now, another after its answer."""
+        if not self.busy and self._current is None:
+            self._close()
+
+    def _head_too_large(self) -> RouterError:
+        limit = self._router.settings.max_header_bytes
+        return bad_request(f"The request's headers are too large: at most {limit} bytes are accepted", status=431)
