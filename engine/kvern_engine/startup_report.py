@@ -86,7 +86,7 @@ class StartupReport:
         if self._human:
             self._write(f"  {self._label(rank, phase, several):<32} {seconds:5.1f} s", keep=True)
         else:
-            log.info("phase done", extra=logs.fields(worker=rank, phase=phase, seconds=seconds))
+            log.debug("phase done", extra=logs.fields(worker=rank, phase=phase, seconds=seconds))
 
     def engine_ready(self, ready: CoreReady, several: bool) -> None:
         for rank in list(self._phases) if not several else [r for r in self._phases if r == ready.engine]:

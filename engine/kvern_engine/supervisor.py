@@ -77,12 +77,13 @@ def serve(config: EngineConfig) -> int:
     """Run the engine until it is told to stop. Raises StartError with a text for the user."""
     check_offered(config)
     try:
-        resolve_model(config.model, config.revision)
+        files = resolve_model(config.model, config.revision)  # before anything starts: is it there at all?
+        name = (config.served_model_name or [files.name])[0]
         with contextlib.ExitStack() as stack:
             listeners = _listen(config, stack)
             raise_file_limit()
             folder = stack.enter_context(SocketDir())
-            return Supervisor(config, str(folder.path), *listeners).run()
+            return Supervisor(config, name, str(folder.path), *listeners).run()
     except (ModelNotFoundError, OSError) as error:  # ListenError is an OSError
         raise StartError(str(error)) from None
 
@@ -104,9 +105,9 @@ class Supervisor:
     """One running engine service; `run` returns its exit status. Must run in the main thread (signals)."""
 
     def __init__(
-        self, config: EngineConfig, folder: str, listener: socket.socket, admin: socket.socket | None = None
+        self, config: EngineConfig, name: str, folder: str, listener: socket.socket, admin: socket.socket | None
     ) -> None:
-        self._config, self._folder = config, folder
+        self._config, self._name, self._folder = config, name, folder
         self._listener, self._admin = listener, admin
         self._human = sys.stderr.isatty()
         self._report = StartupReport(self._human)
@@ -141,8 +142,7 @@ class Supervisor:
         return self._config.data_parallel_size
 
     def _start_children(self) -> None:
-        name = (self._config.served_model_name or [self._config.model])[0]
-        self._report.begin(name, url_of(self._listener), self._engines)
+        self._report.begin(self._name, url_of(self._listener), self._engines)
         apart = not worker_in_core(self._config)
         for engine in range(self._engines):  # the slowest to start come first
             workers = [self._start("worker", engine, engine)] if apart else []
@@ -177,9 +177,8 @@ class Supervisor:
             complete = len(self._ready) == self._engines
             self._turn(0.02 if complete else 1.0)
             if complete and http_status(self._listener, "/ready", timeout=0.5) == 200:
-                name = (self._config.served_model_name or [self._config.model])[0]
                 admin_url = url_of(self._admin) if self._admin else None
-                self._report.ready(url_of(self._listener), admin_url, name, list(self._ready.values()))
+                self._report.ready(url_of(self._listener), admin_url, self._name, list(self._ready.values()))
                 return True
         return False
 
