@@ -61,6 +61,7 @@ class StartupReport:
         if self._human:
             several = f", {engines} engines" if engines > 1 else ""
             self._write(f"Kvern {__version__}: {model}{several}", keep=True)
+            self._write("  starting processes", keep=False)
         else:
             log.info("starting", extra=logs.fields(model=model, url=url, engines=engines, version=__version__))
 
@@ -84,7 +85,8 @@ class StartupReport:
         phase, began, _ = self._phases.pop(rank)
         seconds = self._clock() - began
         if self._human:
-            self._write(f"  {self._label(rank, phase, several):<32} {seconds:5.1f} s", keep=True)
+            if seconds >= 0.05:  # shorter ones are of no interest to anybody
+                self._write(f"  {self._label(rank, phase, several):<32} {seconds:5.1f} s", keep=True)
         else:
             log.debug("phase done", extra=logs.fields(worker=rank, phase=phase, seconds=seconds))
 
