@@ -1,0 +1,23 @@
+"""Grouped-query attention over the paged KV cache: splits the merged projection and calls the kernels."""
+
+from kvern_kernels import AttentionMetadata, paged_attention, rope_and_cache
+from torch import Tensor
+
+
+class Attention:
+    """`num_heads` query heads share `num_kv_heads` KV heads of `head_dim` (Ainslie et al., arXiv 2305.13245)."""
+
+    __slots__ = ("_split", "head_dim", "scale")
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        self._split = [num_heads, num_kv_heads, num_kv_heads]
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+
+    def __call__(self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, kv: Tensor, meta: AttentionMetadata) -> Tensor:
+        """`qkv` [T, (Hq + 2 Hkv) * D], `positions` [T] int64, `cos_sin` [max_positions, D] float32, `kv` [2, Hkv, N,
+        bs, D] (K and V of this step are written to it) -> [T, Hq * D]."""
+        tokens = qkv.shape[0]
+        q, k, v = qkv.view(tokens, -1, self.head_dim).split(self._split, dim=1)
+        q = rope_and_cache(q, k, v, cos_sin, positions, kv, meta.slots)
+        return paged_attention(q, kv, meta, self.scale).view(tokens, -1)

@@ -1,0 +1,61 @@
+"""y = x W^T + b: the place where a matrix product is dispatched (memory layouts on a CPU; quantization comes here).
+
+On a CPU a float32 layer with many outputs is kept in two layouts, each at home in one regime: transposed for one or
+two rows, where the product streams the weights once, and packed by oneDNN for more rows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_PACK_ROWS = 32  # oneDNN chooses its blocking for about this many rows
+_STREAM_ROWS = 2  # up to here the transposed layout is the fastest
+_WIDE = 1.5  # outputs over inputs from which the second layout pays
+
+
+def _can_pack() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+class Linear:
+    """A linear layer. `weight` [out_features, in_features], `bias` [out_features] or None; uninitialized until loaded."""
+
+    __slots__ = ("_packed", "_transposed", "bias", "in_features", "out_features", "weight")
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.in_features, self.out_features = in_features, out_features
+        self.weight: Tensor = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.bias: Tensor | None = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self._transposed: Tensor | None = None
+        self._packed: Tensor | None = None
+
+    @classmethod
+    def sharing(cls, weight: Tensor) -> "Linear":
+        """A layer without bias over the weights of another one (a tied LM head). `weight` [out, in]."""
+        layer = cls.__new__(cls)
+        layer.out_features, layer.in_features = weight.shape
+        layer.weight, layer.bias, layer._transposed, layer._packed = weight, None, None, None
+        return layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [T, in_features] -> [T, out_features], same dtype."""
+        if self._packed is None:
+            return F.linear(x, self.weight, self.bias)
+        if x.shape[0] <= _STREAM_ROWS:
+            assert self._transposed is not None
+            if self.bias is None:
+                return torch.mm(x, self._transposed)
+            return torch.addmm(self.bias, x, self._transposed)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    def add_cpu_layouts(self) -> None:
+        """Keep the loaded weights in the two layouts that a CPU multiplies fastest, in place of `weight`, where that
+        pays: float32 and clearly more outputs than inputs. Takes twice the memory of such layers."""
+        wide = self.out_features >= _WIDE * self.in_features
+        if not wide or self.weight.dtype != torch.float32 or self.weight.device.type != "cpu" or not _can_pack():
+            return
+        self._transposed = self.weight.t().contiguous()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_ROWS)
+        self.weight = self.weight.new_empty(0, self.in_features)  # frees it, unless it is shared

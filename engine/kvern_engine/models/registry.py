@@ -1,0 +1,45 @@
+"""Architecture name -> class that computes it. A further family is a file beside `llama.py` and a line here."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from kvern_kernels import AttentionMetadata
+from torch import Tensor
+
+from kvern_engine.model_config import ModelConfig
+from kvern_engine.models.llama import LlamaForCausalLM
+
+
+class CausalLM(Protocol):
+    """What the worker needs of a model; shapes as in `LlamaForCausalLM`."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def __init__(
+        self, config: ModelConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None: ...
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], meta: AttentionMetadata
+    ) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+    def destinations(self) -> dict[str, Tensor]: ...
+
+    def add_cpu_layouts(self) -> None: ...
+
+
+MODELS: dict[str, type[CausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+}
+
+
+def model_class(architecture: str) -> type[CausalLM]:
+    """The class for a config's architecture; raises ValueError naming those there are."""
+    if architecture not in MODELS:
+        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(MODELS))}")
+    return MODELS[architecture]

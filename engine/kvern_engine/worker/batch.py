@@ -1,0 +1,157 @@
+"""One step's batch: a StepPlan turned into the tensors that model, attention and sampler take.
+
+The host computes a few small arrays with numpy; they reach the device in one copy; everything else (token ids, write
+slots, block tables) is gathered there from the row tables, so that a captured graph can do it too. The model's rows are
+ordered decodes first.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from kvern_kernels import AttentionMetadata
+from torch import Tensor
+
+from kvern_engine.core.plan import StepPlan
+from kvern_engine.worker.rng import uniform
+from kvern_engine.worker.staging import Staging
+from kvern_engine.worker.tables import Feature, RowTables
+
+
+
+@dataclass
+class SamplingBatch:
+    """The rows that sample in a step, S of them, in batch order.
+
+    `hidden_index` [S] int64: each row's last token in the flat batch (None: all tokens, in order). `places` [S] int64:
+    where the sampled tokens go in the flat token table. `uniform` [S] float64: each row's random number (None: nobody
+    samples at random). The rest is on the host: `features` [S] int32 and their union, `positions` [S] of the new
+    tokens.
+    """
+
+    rows: np.ndarray
+    positions: np.ndarray
+    features: np.ndarray
+    union: Feature
+    rows_device: Tensor
+    hidden_index: Tensor | None
+    places: Tensor
+    uniform: Tensor | None
+
+
+@dataclass
+class StepBatch:
+    """What a step computes: T tokens of R rows. `rows` [R], `starts` [R], `counts` [R] and `query_start` [R+1] are numpy
+    int64 in batch order; `token_ids` [T] int32 and `positions` [T] int64 are on the device. `sampling` is None where no
+    row samples."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    query_start: np.ndarray
+    token_ids: Tensor
+    positions: Tensor
+    meta: AttentionMetadata
+    sampling: SamplingBatch | None
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Every row computes one token and samples: what a captured graph can do."""
+        sampling = self.sampling
+        return self.meta.num_decodes == len(self.rows) and sampling is not None and sampling.hidden_index is None
+
+
+class BatchBuilder:
+    """Builds batches over the row tables. `capacity` in bytes covers a decode step of all rows with its block edits."""
+
+    def __init__(self, tables: RowTables, max_num_batched_tokens: int) -> None:
+        self._tables = tables
+        self._shift = tables.block_size.bit_length() - 1
+        capacity = 64 * (tables.max_num_seqs + 1) + 16 * max_num_batched_tokens + 4096
+        self._staging = Staging(tables.device, capacity)
+
+    def build(self, plan: StepPlan, edits: tuple[np.ndarray, np.ndarray] | None) -> StepBatch:
+        """`edits`: what `RowTables.apply` returned for this plan."""
+        rows = np.array(plan.rows, dtype=np.int64)
+        starts = np.array(plan.starts, dtype=np.int64)
+        counts = np.array(plan.counts, dtype=np.int64)
+        samples = np.array(plan.samples, dtype=np.bool_)
+        decodes = counts == 1
+        num_decodes = int(decodes.sum())
+        if not decodes[:num_decodes].all():
+            order = np.argsort(~decodes, kind="stable")
+            rows, starts, counts, samples = rows[order], starts[order], counts[order], samples[order]
+        query_start, token_rows, positions = _flatten(rows, starts, counts, num_decodes)
+        seq_lens = starts + counts
+        chosen = samples.nonzero()[0]
+        sample_rows, sample_positions = rows[chosen], seq_lens[chosen]
+        union = Feature(int(np.bitwise_or.reduce(self._tables.host.features[sample_rows], initial=0)))
+        arrays = [
+            token_rows,
+            positions,
+            rows,
+            seq_lens.astype(np.int32),
+            query_start.astype(np.int32),
+            sample_rows,
+            sample_rows * self._tables.tokens.shape[1] + sample_positions,
+            query_start[chosen + 1] - 1,
+        ]
+        if union & Feature.RANDOM:
+            arrays.append(uniform(self._tables.host.seed[sample_rows], sample_positions))
+        uploaded = self._staging.upload(*arrays, *(edits or ()))
+        if edits is not None:
+            self._tables.set_blocks(uploaded[-2], uploaded[-1])
+        token_ids, slots = self._gather_tokens(uploaded[0], uploaded[1])
+        meta = self._metadata(uploaded, slots, num_decodes, counts, seq_lens)
+        sampling = None
+        if len(chosen):
+            sampling = SamplingBatch(
+                rows=sample_rows,
+                positions=sample_positions,
+                features=self._tables.host.features[sample_rows],
+                union=union,
+                rows_device=uploaded[5],
+                hidden_index=None if len(chosen) == len(token_rows) else uploaded[7],
+                places=uploaded[6],
+                uniform=uploaded[8] if union & Feature.RANDOM else None,
+            )
+        return StepBatch(rows, starts, counts, query_start, token_ids, uploaded[1], meta, sampling)
+
+    def _gather_tokens(self, token_rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(token ids [T] int32, slots [T] int64) of tokens given by row and position."""
+        tables, shift = self._tables, self._shift
+        token_ids = tables.tokens.view(-1)[token_rows * tables.tokens.shape[1] + positions]
+        block = tables.block_tables.view(-1)[token_rows * tables.block_tables.shape[1] + (positions >> shift)]
+        slots = (block.long() << shift) + (positions & (tables.block_size - 1))
+        return token_ids, slots
+
+    def _metadata(
+        self, uploaded: list[Tensor], slots: Tensor, num_decodes: int, counts: np.ndarray, seq_lens: np.ndarray
+    ) -> AttentionMetadata:
+        longest = int(seq_lens.max())
+        on_cpu = self._tables.device.type == "cpu"
+        width = (longest + self._tables.block_size - 1) >> self._shift
+        return AttentionMetadata(
+            query_start=uploaded[4],
+            seq_lens=uploaded[3],
+            block_tables=self._tables.block_tables[:, :width].index_select(0, uploaded[2]),
+            slots=slots,
+            num_decodes=num_decodes,
+            max_query_len=int(counts.max()),
+            max_seq_len=longest,
+            query_lens=counts.tolist() if on_cpu else None,
+            seq_lens_list=seq_lens.tolist() if on_cpu else None,
+        )
+
+
+def _flatten(
+    rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, num_decodes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(query_start [R+1], row of each token [T], position of each token [T])."""
+    query_start = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(counts, out=query_start[1:])
+    if num_decodes == len(rows):
+        return query_start, rows, starts
+    token_rows = np.repeat(rows, counts)
+    positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
+    return query_start, token_rows, positions

@@ -1,0 +1,112 @@
+"""What a worker decides before it takes memory: device type, number format, longest sequence, batch limits.
+
+Pure functions of the configuration and of facts about device and model; no torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvern_engine.config import EngineConfig
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_BF16_CAPABILITY = (8, 0)  # NVIDIA compute capability from which bfloat16 is computed in hardware
+
+
+@dataclass(frozen=True)
+class DtypeChoice:
+    """`dtype` to compute in; `note` says why where it is not what was to be expected."""
+
+    dtype: Literal["float32", "float16", "bfloat16"]
+    note: str | None = None
+
+
+def choose_dtype(requested: str, device: str, capability: tuple[int, int] | None = None) -> DtypeChoice:
+    """The number format for `requested` (EngineConfig.dtype) on `device` ("cpu" or "cuda").
+
+    `capability` is the compute capability of a CUDA device. auto: float32 on a CPU; bfloat16 on a GPU, float16 where it
+    has none. Raises ValueError for an explicit bfloat16 on a GPU without it.
+    """
+    has_bf16 = device != "cuda" or capability is None or capability >= _BF16_CAPABILITY
+    name = "" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+    if requested == "auto":
+        if device != "cuda":
+            return DtypeChoice("float32")
+        if has_bf16:
+            return DtypeChoice("bfloat16")
+        return DtypeChoice("float16", f"dtype float16: this GPU ({name}) has no bfloat16")
+    if requested == "bfloat16" and not has_bf16:
+        raise ValueError(
+            f"dtype bfloat16 needs a GPU of compute capability 8.0 or later, this one has {name}; use float16 or auto"
+        )
+    if requested not in DTYPE_BYTES:
+        raise ValueError(f"dtype must be auto or one of {', '.join(DTYPE_BYTES)}, got {requested!r}")
+    return DtypeChoice(requested)  # type: ignore[arg-type]
+
+
+def choose_max_model_len(requested: int | None, longest: int) -> int:
+    """The longest sequence in tokens: `requested`, by default `longest`, what the model was made for
+    (max_position_embeddings). Raises ValueError for more than that: beyond it rotary positions mean nothing."""
+    if requested is None:
+        return longest
+    if requested > longest:
+        raise ValueError(
+            f"max_model_len must be at most {longest} (the model's max_position_embeddings), got {requested}"
+        )
+    return requested
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What the tables and buffers of a worker are made for."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def step_limits(config: EngineConfig, device: str, device_name: str, max_model_len: int) -> StepLimits:
+    """The configured limits of a step, or the device's defaults: 256 sequences and 8,192 tokens; 1,024 sequences on an
+    H100 or H200; 64 and 2,048 on a CPU.
+
+    Without chunked prefill a step must hold the longest prompt. Raises ValueError where the two contradict each other.
+    """
+    on_cpu = device == "cpu"
+    sequences = config.max_num_seqs
+    if sequences is None:
+        large = any(name in device_name.upper() for name in ("H100", "H200"))
+        sequences = 64 if on_cpu else 1024 if large else 256
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        tokens = max(2048 if on_cpu else 8192, sequences)
+        if not config.enable_chunked_prefill:
+            tokens = max(tokens, max_model_len)
+    if not config.enable_chunked_prefill and tokens < max_model_len:
+        raise ValueError(
+            f"max_num_batched_tokens must be at least max_model_len ({max_model_len}) where enable_chunked_prefill is "
+            f"false, got {tokens}"
+        )
+    return StepLimits(sequences, tokens)
+
+
+def check_supported(config: EngineConfig) -> None:
+    """Raises ValueError for what a worker cannot do yet, rather than ignoring it."""
+    later = {
+        "tensor_parallel_size": (config.tensor_parallel_size, 1),
+        "pipeline_parallel_size": (config.pipeline_parallel_size, 1),
+        "kv_cache_dtype": (config.kv_cache_dtype, "auto"),
+        "quantization": (config.quantization, None),
+        "batch_invariant": (config.batch_invariant, False),
+    }
+    for name, (value, only) in later.items():
+        if value != only:
+            raise ValueError(f"{name}={value} is not supported yet; leave it at {only}")
+
+
+def cpu_threads(explicit: str | None, openmp: str | None, cores: int, engines: int) -> int:
+    """Threads of one worker on a CPU: KVERN_CPU_THREADS (`explicit`), else OMP_NUM_THREADS (`openmp`), else the `cores`
+    this process may use, divided between `engines` (data_parallel_size). Raises ValueError for a bad number."""
+    for name, value in (("KVERN_CPU_THREADS", explicit), ("OMP_NUM_THREADS", openmp)):
+        if value:
+            if not value.isdecimal() or int(value) < 1:
+                raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
+            return int(value)
+    return max(1, cores // engines)

@@ -1,0 +1,67 @@
+"""Logprobs of given tokens: value, rank and the most likely alternatives, from the model's own logits.
+
+They are taken before penalties, bias and temperature, as vLLM does by default ("raw logprobs").
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvern_engine.core.plan import TokenLogprobs
+
+CHUNK_BYTES = 128 << 20  # of float32 logits at once: logprobs must not decide how much memory a step takes
+
+
+@dataclass
+class LogprobTensors:
+    """Logprobs at n positions: `token_ids` [n] int64, `logprobs` [n] float32, `ranks` [n] int64 (1: most likely),
+    `top_ids` [n, k] int64 and `top_logprobs` [n, k] float32 in falling order."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> "LogprobTensors":
+        """The same with every tensor passed through `move` (to the host, say)."""
+        return LogprobTensors(*(move(getattr(self, name)) for name in self.__dataclass_fields__))
+
+    @classmethod
+    def concatenate(cls, parts: "Sequence[LogprobTensors]") -> "LogprobTensors":
+        """All positions of `parts`, in order; the parts have equal k."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__))
+
+    def to_messages(self, alternatives: Sequence[int]) -> list[TokenLogprobs]:
+        """One message a position with its first `alternatives[i]` alternatives. Reads the tensors."""
+        columns = (t.tolist() for t in (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs))
+        return [
+            TokenLogprobs(token, value, rank, ids[:count], values[:count])
+            for token, value, rank, ids, values, count in zip(*columns, alternatives, strict=True)
+        ]
+
+
+def compute_logprobs(logits: Tensor, token_ids: Tensor, alternatives: int) -> LogprobTensors:
+    """`logits` [n, V], `token_ids` [n] int64; the `alternatives` most likely tokens are reported besides (0: none)."""
+    scores = logits.float()
+    norm = scores.logsumexp(dim=-1, keepdim=True)
+    own = scores.gather(1, token_ids.unsqueeze(1))
+    ranks = (scores > own).sum(dim=-1) + 1
+    top = scores.topk(min(alternatives, scores.shape[1]), dim=-1)
+    return LogprobTensors(token_ids, (own - norm).squeeze(1), ranks, top.indices, top.values - norm)
+
+
+def compute_in_chunks(
+    hidden: Tensor, compute_logits: Callable[[Tensor], Tensor], token_ids: Tensor, alternatives: int, vocab_size: int
+) -> LogprobTensors:
+    """The same from hidden states [n, H], never holding more than CHUNK_BYTES of logits."""
+    step = max(1, CHUNK_BYTES // (4 * vocab_size))
+    parts = [
+        compute_logprobs(compute_logits(hidden[at : at + step]), token_ids[at : at + step], alternatives)
+        for at in range(0, hidden.shape[0], step)
+    ]
+    return LogprobTensors.concatenate(parts)

@@ -1,0 +1,120 @@
+"""How large the KV cache becomes: pure arithmetic in bytes, tokens and blocks, and the one look at the machine's memory.
+
+The arena is taken once, at start. Too small a one is an error that names the longest sequence that would fit.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvern_engine.model_config import ModelConfig
+
+GIB = 1 << 30
+CPU_SHARE = 0.25  # of the memory that is available
+CPU_MOST = 4 * GIB
+
+
+@dataclass(frozen=True)
+class KvCacheSize:
+    """The arena: `num_blocks` blocks, `num_bytes` in all."""
+
+    num_blocks: int
+    num_bytes: int
+
+
+def block_bytes(config: ModelConfig, block_size: int, element_bytes: int) -> int:
+    """Bytes of K and V of one block over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * element_bytes
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that a sequence of `tokens` takes."""
+    return -(-tokens // block_size)
+
+
+def available_on_gpu(total: int, used: int, utilization: float, graphs: int = 0) -> int:
+    """Bytes for the KV cache on a device of `total` bytes, of which `utilization` may be used: what is left beside
+    `used`, the peak of weights and profile run with whatever else lives on the device, and `graphs`, the pools of
+    captured CUDA graphs."""
+    return max(0, int(total * utilization) - used - graphs)
+
+
+def available_on_cpu(free: int, engines: int, needed: int) -> int:
+    """Bytes for the KV cache of one of `engines` engines on a machine with `free` bytes of memory available: a quarter,
+    at most 4 GiB, and not more than `needed`, what all sequences at their longest take."""
+    return max(0, min(int(free * CPU_SHARE) // engines, CPU_MOST, needed))
+
+
+def size_kv_cache(
+    available: int,
+    per_block: int,
+    *,
+    block_size: int,
+    max_model_len: int,
+    num_blocks_override: int | None = None,
+) -> KvCacheSize:
+    """As many blocks of `per_block` bytes as `available` bytes hold; `num_blocks_override` is taken as it is. Raises
+    ValueError where one sequence of `max_model_len` tokens does not fit.
+    """
+    if num_blocks_override is not None:
+        return KvCacheSize(num_blocks_override, num_blocks_override * per_block)
+    blocks = available // per_block
+    needed = blocks_for(max_model_len, block_size)
+    if blocks < needed:
+        raise ValueError(too_small_message(available, per_block, block_size=block_size, max_model_len=max_model_len))
+    return KvCacheSize(blocks, blocks * per_block)
+
+
+def too_small_message(available: int, per_block: int, *, block_size: int, max_model_len: int) -> str:
+    """Says what one sequence needs, what there is, what to do, and ends with the longest feasible length."""
+    needed = blocks_for(max_model_len, block_size) * per_block
+    longest = available // per_block * block_size
+    return (
+        f"To serve at least one request with the model's max seq len ({max_model_len}), "
+        f"{_gib(needed)} KV cache is needed, which is larger than the available KV cache memory ({_gib(available)}). "
+        "Increase gpu_memory_utilization or kv_cache_memory_bytes, or decrease max_model_len: "
+        f"the estimated maximum model length is {longest}"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 100 else f"{size / (1 << 20):.2f} MiB"
+
+
+def cgroup_room(limits: Iterable[tuple[str, str, str]]) -> int | None:
+    """Bytes left under the tightest of cgroup v2 `limits`: the contents of memory.max, memory.current and memory.stat of
+    each level; None where nothing limits. Cached files count as free: the kernel drops them on demand."""
+    rooms = []
+    for most, used, stat in limits:
+        if most.strip() != "max":
+            values = dict(line.split() for line in stat.splitlines())
+            cached = int(values.get("inactive_file", 0)) + int(values.get("active_file", 0))
+            rooms.append(max(0, int(most) - max(0, int(used) - cached)))
+    return min(rooms, default=None)
+
+
+def available_host_memory() -> int:
+    """Bytes that this process may still take: the machine's available memory, or its container's if that is less."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    room = cgroup_room(_own_cgroups())
+    return free if room is None else min(free, room)
+
+
+def _own_cgroups() -> list[tuple[str, str, str]]:
+    root = Path("/sys/fs/cgroup")
+    try:
+        own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+    except OSError:
+        return []
+    found = []
+    place = root / own.lstrip("/")
+    for folder in (place, *place.parents):
+        if folder.is_relative_to(root):
+            try:
+                most, used, stat = ((folder / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+            except OSError:
+                continue
+            found.append((most, used, stat))
+    return found

@@ -1,0 +1,101 @@
+"""A step that was launched: its results are on their way from the device; only `result()` waits for them."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvern_engine.core.plan import StepResult, TokenLogprobs
+from kvern_engine.worker.logprobs import LogprobTensors
+
+
+class DeviceClock:
+    """Times a step and marks its end: events on CUDA, the wall clock on a CPU (where the step is over on return)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._begin: Any = None
+        self._end: Any = None
+        if self._cuda:
+            self._begin, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._begin.record()
+        else:
+            self._begin = time.perf_counter()
+
+    def stop(self) -> None:
+        """The step's last operation has been issued."""
+        if self._cuda:
+            self._end.record()
+        else:
+            self._end = time.perf_counter()
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return bool(self._end.query()) if self._cuda else True
+
+    def wait(self) -> float:
+        """Blocks until the step is over; seconds it took on the device."""
+        if not self._cuda:
+            return self._end - self._begin
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) / 1e3
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A host copy that is valid once the step's clock says so (CUDA: pinned memory, not waited for)."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+@dataclass
+class RowLogprobs:
+    """Logprobs of some rows: row `rows[i]` has `counts[i]` consecutive positions of `tensors` and wants
+    `alternatives[i]` alternatives."""
+
+    rows: list[int]
+    counts: list[int]
+    alternatives: list[int]
+    tensors: LogprobTensors
+
+    def to_messages(self) -> dict[int, list[TokenLogprobs]]:
+        each = [n for n, count in zip(self.alternatives, self.counts, strict=True) for _ in range(count)]
+        messages = self.tensors.to_messages(each)
+        ends = np.cumsum(self.counts).tolist()
+        spans = zip(self.rows, self.counts, ends, strict=True)
+        return {row: messages[end - count : end] for row, count, end in spans}
+
+
+@dataclass
+class Pending:
+    """Results of step `step` on their way. `tokens` [S] int64 on the host are those that `rows` sampled.
+
+    `logits` is for tests: row -> [count, V] float32 of all tokens the step computed, where asked for.
+    """
+
+    step: int
+    clock: DeviceClock
+    rows: list[int]
+    tokens: Tensor | None
+    logprobs: RowLogprobs | None = None
+    prompt_logprobs: RowLogprobs | None = None
+    logits: dict[int, Tensor] | None = None
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self.clock.done()
+
+    def result(self) -> StepResult:
+        """Waits for the step and reads it back."""
+        seconds = self.clock.wait()
+        return StepResult(
+            step=self.step,
+            rows=self.rows,
+            tokens=[] if self.tokens is None else [[token] for token in self.tokens.tolist()],
+            seconds=seconds,
+            logprobs=self.logprobs.to_messages() if self.logprobs else {},
+            prompt_logprobs=self.prompt_logprobs.to_messages() if self.prompt_logprobs else {},
+        )

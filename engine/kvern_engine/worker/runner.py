@@ -1,0 +1,105 @@
+"""One step on the device: apply the plan, run the model, sample, keep the tokens for the next step.
+
+Nothing here reads the device back: a step is only launched, and the next one may be launched before it is over.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvern_engine.core.plan import StepPlan
+from kvern_engine.models.registry import CausalLM
+from kvern_engine.worker.batch import BatchBuilder, SamplingBatch, StepBatch
+from kvern_engine.worker.logprobs import LogprobTensors, compute_in_chunks, compute_logprobs
+from kvern_engine.worker.pending import DeviceClock, Pending, RowLogprobs, to_host
+from kvern_engine.worker.sampler import Sampler
+from kvern_engine.worker.tables import Feature, RowTables
+
+
+class Runner:
+    """Runs steps of `model` over `arena` [num_layers, 2, Hkv, N, bs, D] with the state in `tables`."""
+
+    def __init__(self, model: CausalLM, tables: RowTables, arena: Tensor, max_num_batched_tokens: int) -> None:
+        self.model, self.tables, self.arena = model, tables, arena
+        self._kv_caches = list(arena.unbind(0))
+        self._builder = BatchBuilder(tables, max_num_batched_tokens)
+        self._sampler = Sampler(tables)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, return_logits: bool = False) -> Pending:
+        """Launches one step. `return_logits` (for tests) adds the logits of all its tokens to the result."""
+        clock = DeviceClock(self.tables.device)
+        edits = self.tables.apply(plan)
+        if plan.copies:
+            self._copy_blocks(plan.copies)
+        if not plan.rows:
+            if edits is not None:
+                self.tables.set_blocks(*(torch.from_numpy(part).to(self.tables.device) for part in edits))
+            clock.stop()
+            return Pending(plan.step, clock, [], None)
+        batch = self._builder.build(plan, edits)
+        hidden = self.model.forward(batch.token_ids, batch.positions, self._kv_caches, batch.meta)
+        pending = Pending(plan.step, clock, [], None)
+        if batch.sampling is not None:
+            self._sample(hidden, batch.sampling, pending)
+        self._prompt_logprobs(hidden, batch, pending)
+        if return_logits:
+            pending.logits = self._all_logits(hidden, batch)
+        clock.stop()
+        return pending
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole blocks within the arena, all layers at once, all reads before all writes."""
+        source, target = torch.tensor(copies, dtype=torch.int64, device=self.arena.device).unbind(1)
+        self.arena.index_copy_(3, target, self.arena.index_select(3, source))
+
+    def _sample(self, hidden: Tensor, sampling: SamplingBatch, pending: Pending) -> None:
+        if sampling.hidden_index is not None:
+            hidden = hidden.index_select(0, sampling.hidden_index)
+        logits = self.model.compute_logits(hidden)
+        tokens = self._sampler(logits, sampling)
+        self.tables.tokens.view(-1).index_copy_(0, sampling.places, tokens.int())
+        pending.rows, pending.tokens = sampling.rows.tolist(), to_host(tokens)
+        if sampling.union & Feature.LOGPROBS:
+            pending.logprobs = self._sampled_logprobs(logits, tokens, sampling)
+
+    def _sampled_logprobs(self, logits: Tensor, tokens: Tensor, sampling: SamplingBatch) -> RowLogprobs:
+        asked = ((sampling.features & int(Feature.LOGPROBS)) != 0).nonzero()[0]
+        rows = sampling.rows[asked]
+        alternatives = self.tables.host.logprobs[rows]
+        if len(asked) < len(sampling.rows):
+            index = torch.from_numpy(asked).to(logits.device, non_blocking=True)
+            logits, tokens = logits[index], tokens[index]
+        found = compute_logprobs(logits, tokens, int(alternatives.max()))
+        return RowLogprobs(rows.tolist(), [1] * len(rows), alternatives.tolist(), found.map(to_host))
+
+    def _prompt_logprobs(self, hidden: Tensor, batch: StepBatch, pending: Pending) -> None:
+        """Of each row that asked: the prompt tokens at starts+1 .. starts+counts, predicted by this step's tokens."""
+        host = self.tables.host
+        asks = (host.features[batch.rows] & int(Feature.PROMPT_LOGPROBS)) != 0
+        if not asks.any():
+            return
+        counts = np.minimum(batch.counts, host.num_prompt[batch.rows] - 1 - batch.starts)
+        chosen = (asks & (counts > 0)).nonzero()[0]
+        if not len(chosen):
+            return
+        rows, alternatives = batch.rows[chosen], host.prompt_logprobs[batch.rows[chosen]]
+        parts: list[LogprobTensors] = []
+        for row, start, count, first in zip(
+            rows.tolist(),
+            batch.starts[chosen].tolist(),
+            counts[chosen].tolist(),
+            batch.query_start[chosen].tolist(),
+            strict=True,
+        ):
+            given = self.tables.tokens[row, start + 1 : start + 1 + count].long()
+            states = hidden[first : first + count]
+            most = int(alternatives.max())
+            parts.append(compute_in_chunks(states, self.model.compute_logits, given, most, self.tables.vocab_size))
+        joined = LogprobTensors.concatenate(parts).map(to_host)
+        pending.prompt_logprobs = RowLogprobs(rows.tolist(), counts[chosen].tolist(), alternatives.tolist(), joined)
+
+    def _all_logits(self, hidden: Tensor, batch: StepBatch) -> dict[int, Tensor]:
+        logits = self.model.compute_logits(hidden).float()
+        spans = zip(batch.rows.tolist(), batch.query_start[:-1].tolist(), batch.query_start[1:].tolist(), strict=True)
+        return {row: logits[first:end].clone() for row, first, end in spans}

@@ -1,0 +1,257 @@
+"""Worker: owns one device, its weights, the KV arena and the row tables; runs the steps it is given.
+
+It lives as long as its pod and belongs to whichever engine core sends it plans. What it decides (formats, lengths,
+sizes) is in `limits.py` and `memory.py`; what a step does is in `runner.py`.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvern_engine.config import EngineConfig
+from kvern_engine.core.plan import AddedRow, RowSampling, StepPlan, WorkerReady
+from kvern_engine.loading.config import read_model_config
+from kvern_engine.loading.resolve import ModelFiles, resolve_model
+from kvern_engine.model_config import ModelConfig
+from kvern_engine.models.registry import CausalLM, model_class
+from kvern_engine.worker import limits, memory
+from kvern_engine.worker.load import load_weights, random_weights
+from kvern_engine.worker.pending import Pending
+from kvern_engine.worker.runner import Runner
+from kvern_engine.worker.tables import RowTables
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+CPU_LAYOUT_BYTES = 2 << 30  # up to this many bytes of weights, a CPU keeps them in two layouts (`Linear`)
+_WARM_UP_TOKENS = 16  # on a CPU, where no memory is measured
+
+
+class Worker:
+    """See `load` and `execute`; the latter is called by one thread, in the order of the plans."""
+
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        limits.check_supported(config)
+        self.config, self.rank = config, rank
+        self.device = _device(config.device, rank)
+        self.is_asynchronous = self.device.type == "cuda"  # execute returns before the step is over
+        self.runner: Runner | None = None
+        self._seconds: dict[str, float] = {}
+
+    def load(self, progress: Progress | None = None) -> WorkerReady:
+        """Loads the weights, measures what a step takes and sizes the KV arena.
+
+        `progress` gets (phase, share of it that is done). Raises ValueError (ModelNotFoundError, ModelConfigError,
+        WeightsError) or MemoryError with a text for the user.
+        """
+        report = progress or (lambda phase, fraction: None)
+        self._prepare_device()
+        with self._phase("resolve", report):
+            files = resolve_model(self.config.model, self.config.revision)
+            model_config = read_model_config(files)
+            _check_load_format(self.config.load_format, files)
+            self.max_model_len = limits.choose_max_model_len(
+                self.config.max_model_len, model_config.max_position_embeddings
+            )
+            self.step_limits = limits.step_limits(
+                self.config, self.device.type, self._device_name(), self.max_model_len
+            )
+            dtype = self._dtype()
+        with self._phase("weights", report), self._out_of_memory("the weights"):
+            weight_bytes = self._load_model(files, model_config, dtype, lambda share: report("weights", share))
+        with self._phase("profile", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
+            used = self._profile()
+        with self._phase("kv_cache", report), self._out_of_memory("the KV cache"):
+            size = self._size_kv_cache(model_config, dtype, used)
+            self.runner = Runner(self.model, self.tables, self._arena(size.num_blocks), self._most_tokens)
+        log.info("worker ready: %s", ", ".join(f"{name} {took:.2f} s" for name, took in self._seconds.items()))
+        return WorkerReady(
+            rank=self.rank,
+            num_blocks=size.num_blocks,
+            block_size=self.config.block_size,
+            max_model_len=self.max_model_len,
+            kv_bytes=size.num_bytes,
+            weight_bytes=weight_bytes,
+            device=self._device_name(),
+            dtype=str(dtype).removeprefix("torch."),
+            load_seconds=self._seconds,
+            max_num_seqs=self.step_limits.max_num_seqs,
+            max_num_batched_tokens=self.step_limits.max_num_batched_tokens,
+        )
+
+    def execute(self, plan: StepPlan, return_logits: bool = False) -> Pending:
+        """Launches one step; `Pending.result()` reads it back. `return_logits`: see `Runner.execute`."""
+        if self.runner is None:
+            raise RuntimeError("load() comes before execute()")
+        return self.runner.execute(plan, return_logits)
+
+    def reset(self) -> None:
+        """Forgets every row; weights and arena stay."""
+        self.tables.clear()
+
+    @property
+    def _most_tokens(self) -> int:
+        return self.step_limits.max_num_batched_tokens
+
+    @contextmanager
+    def _phase(self, name: str, report: Progress) -> Iterator[None]:
+        report(name, 0.0)
+        begin = time.perf_counter()
+        yield
+        self._seconds[name] = round(time.perf_counter() - begin, 3)
+        report(name, 1.0)
+
+    @contextmanager
+    def _out_of_memory(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"{self._device_name()} has too little memory for {what}: {error}") from error
+        except RuntimeError as error:
+            if "DefaultCPUAllocator" not in str(error):
+                raise
+            raise MemoryError(f"this machine has too little memory for {what}: {error}") from error
+
+    def _prepare_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            return
+        threads = limits.cpu_threads(
+            os.environ.get("KVERN_CPU_THREADS"),
+            os.environ.get("OMP_NUM_THREADS"),
+            len(os.sched_getaffinity(0)),
+            self.config.data_parallel_size,
+        )
+        torch.set_num_threads(threads)
+
+    def _device_name(self) -> str:
+        return "cpu" if self.device.type == "cpu" else f"{self.device} {torch.cuda.get_device_name(self.device)}"
+
+    def _dtype(self) -> torch.dtype:
+        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        choice = limits.choose_dtype(self.config.dtype, self.device.type, capability)
+        if choice.note:
+            log.warning(choice.note)
+        return getattr(torch, choice.dtype)
+
+    def _load_model(
+        self, files: ModelFiles, config: ModelConfig, dtype: torch.dtype, report: Callable[[float], None]
+    ) -> int:
+        build = model_class(config.architecture)
+        self.model: CausalLM = build(config, max_positions=self.max_model_len, dtype=dtype, device=self.device)
+        if self.config.load_format == "dummy":
+            size = random_weights(self.model, self.config.seed)
+        else:
+            size = load_weights(self.model, files, report)
+        if self.device.type == "cpu" and size <= CPU_LAYOUT_BYTES:
+            self.model.add_cpu_layouts()
+        self.tables = RowTables(
+            max_num_seqs=self.step_limits.max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=self.config.block_size,
+            vocab_size=config.vocab_size,
+            device=self.device,
+        )
+        return size
+
+    def _arena(self, num_blocks: int) -> Tensor:
+        """The KV cache of all layers, [num_layers, 2, Hkv, num_blocks, block_size, head_dim], zeroed."""
+        config = self.model.config
+        shape = (config.num_layers, 2, config.num_kv_heads, num_blocks, self.config.block_size, config.head_dim)
+        if self.device.type == "cuda":
+            return torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+        # numpy's zeros are pages that the kernel maps when they are first written; torch's would be written now.
+        pages = np.zeros(math.prod(shape) * self.model.dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(pages).view(self.model.dtype).view(shape)
+
+    def _profile(self) -> int:
+        """Runs the largest step there can be (on a CPU a small one, to warm up); bytes of the device in use at its peak.
+
+        All its KV goes to one block, so that no arena is needed yet.
+        """
+        tokens, rows = self._most_tokens, self.step_limits.max_num_seqs
+        if self.device.type != "cuda":
+            tokens, rows = min(tokens, _WARM_UP_TOKENS), 1
+        tokens, rows = self._most_tokens, self.step_limits.max_num_seqs
+        if self.device.type != "cuda":
+            tokens, rows = min(tokens, _WARM_UP_TOKENS), 1
+        runner = Runner(self.model, self.tables, self._arena(1), self._most_tokens)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        plan = profile_plan(tokens, rows, self.max_model_len, self.config.block_size)
+        runner.execute(plan).result()
+        self.reset()
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        foreign = total - free - torch.cuda.memory_reserved(self.device)  # the driver's, other processes'
+        del runner
+        torch.cuda.empty_cache()
+        return foreign + peak
+
+    def _size_kv_cache(self, model_config: ModelConfig, dtype: torch.dtype, used: int) -> memory.KvCacheSize:
+        per_block = memory.block_bytes(model_config, self.config.block_size, dtype.itemsize)
+        return memory.size_kv_cache(
+            self._available(per_block, used),
+            per_block,
+            block_size=self.config.block_size,
+            max_model_len=self.max_model_len,
+            num_blocks_override=self.config.num_gpu_blocks_override,
+        )
+
+    def _available(self, per_block: int, used: int) -> int:
+        if self.config.kv_cache_memory_bytes is not None:
+            return self.config.kv_cache_memory_bytes
+        if self.device.type == "cuda":
+            total = torch.cuda.mem_get_info(self.device)[1]
+            return memory.available_on_gpu(total, used, self.config.gpu_memory_utilization)
+        longest = memory.blocks_for(self.max_model_len, self.config.block_size) * per_block
+        return memory.available_on_cpu(
+            memory.available_host_memory(), self.config.data_parallel_size, self.step_limits.max_num_seqs * longest
+        )
+
+
+def profile_plan(tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> StepPlan:
+    """A step of `tokens` tokens in as many rows as there may be, all sampling with the costliest features. Every block
+    is block 0."""
+    rows = min(max_num_seqs, tokens)
+    each = min(max(1, tokens // rows), max_model_len)
+    sampling = RowSampling(seed=0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1)
+    blocks = [0] * memory.blocks_for(each, block_size)
+    return StepPlan(
+        step=0,
+        removed=[],
+        added=[AddedRow(row, f"profile-{row}", [0] * each, each, blocks, sampling) for row in range(rows)],
+        block_edits=[],
+        copies=[],
+        rows=list(range(rows)),
+        starts=[0] * rows,
+        counts=[each] * rows,
+        samples=[True] * rows,
+    )
+
+
+def _device(wanted: str, rank: int) -> torch.device:
+    cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not cuda:
+        raise ValueError("device cuda: torch finds no CUDA device here; use --device cpu or auto")
+    if wanted == "cpu" or not cuda:
+        return torch.device("cpu")
+    if rank >= torch.cuda.device_count():
+        raise ValueError(f"rank {rank} needs CUDA device {rank}; there are {torch.cuda.device_count()}")
+    return torch.device("cuda", rank)
+
+
+def _check_load_format(load_format: str, files: ModelFiles) -> None:
+    wrong = {"gguf": "folder", "safetensors": "gguf"}
+    if wrong.get(load_format) == files.kind:
+        raise ValueError(f"load_format {load_format} does not fit {files.path} (a {files.kind}); use auto")
