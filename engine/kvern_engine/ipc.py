@@ -33,7 +33,7 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, tag=True):
     request_ids: list[str]
 
 
-class TokenOutput(msgspec.Struct, array_like=True, frozen=True):
+class TokenOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """New tokens of choice `index` of a request. `finish_reason` (stop|length|abort|error) ends that choice.
 
     `stop_reason` is the stop token id that ended it, None for EOS. `error` explains finish_reason "error".

@@ -12,10 +12,10 @@ parent's digest and its token ids, and the root digest covers what must not be s
 different contents with one digest are out of anybody's reach, so a lookup does not compare token ids a second time.
 """
 
-import sys
-from array import array
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 
 
@@ -41,10 +41,13 @@ def root_digest(salt: str = "", adapter: str = "") -> bytes:
 
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Digest of a full block with these tokens (each 0 <= id < 2**32) behind the block with digest `parent`."""
-    ids = array("I", token_ids)
-    if sys.byteorder == "big":  # digests may travel between machines later
-        ids.byteswap()
-    return sha256(parent + ids.tobytes()).digest()
+    # Little endian on every machine: digests may travel between them.
+    return sha256(parent + _packer(len(token_ids))(*token_ids)).digest()
+
+
+@cache
+def _packer(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{count}I").pack
 
 
 class BlockPool:

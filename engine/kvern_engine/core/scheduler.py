@@ -172,8 +172,7 @@ class Scheduler:
         """The next plan, or None where nothing can be computed before another result arrives. `now` in seconds."""
         books = self._books
         books.refresh_decodes()
-        due = [seq for seq in books.decodes if seq.num_computed == seq.limit]
-        edits = self._grow(due) if due else []
+        edits = self._grow() if books.due else []
         draft = self._draft_decodes()
         draft.block_edits = edits
         if books.waiting or books.prefills or books.forking:
@@ -206,12 +205,14 @@ class Scheduler:
     def _draft_decodes(self) -> Draft:
         """A draft in which each decoding sequence computes one token. Shares lists with other plans: see below."""
         books = self._books
-        seqs = books.decodes
+        seqs, due = books.decodes, books.due
         starts = []
         for seq in seqs:
             start = seq.num_computed
-            seq.num_computed = start + 1
             starts.append(start)
+            seq.num_computed = start = start + 1
+            if start == seq.limit:
+                due.append(seq)
         count = len(seqs)
         if len(self._ones) != count:
             self._ones, self._trues = [1] * count, [True] * count
@@ -250,18 +251,27 @@ class Scheduler:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _grow(self, due: list[Sequence]) -> list[tuple[int, int, list[int]]]:
-        """Each of these decoding sequences has reached its end or needs a block; returns the plan's block edits."""
+    def _grow(self) -> list[tuple[int, int, list[int]]]:
+        """Sequences that are due have reached their end or need a block; returns the plan's block edits."""
         books, pool = self._books, self.pool
         growing = []
+        due, books.due = books.due, []
         for seq in due:
+            if seq.state is not State.DECODE:
+                continue
             if seq.num_computed == seq.stop_len - 1:
                 books.drain(seq)
             else:
                 growing.append(seq)
-        if pool.num_free < len(growing):
-            growing.sort(key=lambda seq: seq.key)
-        for seq in growing:
+        if pool.num_free >= len(growing):
+            edits = []
+            for seq, block in zip(growing, pool.allocate(len(growing)), strict=True):
+                edits.append((seq.row, len(seq.blocks), [block]))
+                seq.blocks.append(block)
+                seq.set_limit(pool.block_size)
+            books.refresh_decodes()
+            return edits
+        for seq in sorted(growing, key=lambda seq: seq.key):
             if pool.num_free == 0:
                 self._make_room(seq)
             if seq.state is State.DECODE:
@@ -340,6 +350,9 @@ class Scheduler:
             self._books.publish(seq, len(seq.tokens) - 1)
             seq.set_alarm(self.pool.block_size)
         reason, stop_reason = seq.stop(token)
+        if reason is None and logprobs is None and not seq.first_output:
+            outputs[seq.client].append(TokenOutput(seq.request_id, seq.index, sampled))
+            return
         first, seq.first_output = seq.first_output, False
         leads = first and seq.index == 0
         outputs[seq.client].append(

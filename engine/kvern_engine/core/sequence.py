@@ -159,10 +159,12 @@ class Sequence:
     def block_digests(self, count: int, block_size: int) -> list[bytes]:
         """Digests of the first `count` blocks, all full and known; each is computed once."""
         digests = self.digests
-        while len(digests) < count:
-            start = len(digests) * block_size
+        known = len(digests)
+        if known < count:
             parent = digests[-1] if digests else self.request.root
-            digests.append(block_digest(parent, self.tokens[start : start + block_size]))
+            for start in range(known * block_size, count * block_size, block_size):
+                parent = block_digest(parent, self.tokens[start : start + block_size])
+                digests.append(parent)
         return digests if len(digests) == count else digests[:count]
 
     @property

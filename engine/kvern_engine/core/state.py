@@ -63,6 +63,7 @@ class Books:
         self.forking: list[Request] = []
         self.decodes: list[Sequence] = []
         self.decode_rows: list[int] = []
+        self.due: list[Sequence] = []  # decoding ones whose `limit` is reached, seen before the next step is planned
         self._joining: list[Sequence] = []
         self._decodes_changed = False
         self.num_rows = max_num_seqs
@@ -148,6 +149,8 @@ class Books:
         seq.set_limit(self.pool.block_size)
         seq.alarm = 0  # the first token is always looked at
         seq.state = State.DECODE
+        if seq.num_computed == seq.limit:
+            self.due.append(seq)
         self._joining.append(seq)
         self._decodes_changed = True
 

@@ -48,7 +48,7 @@ class _Row:
 
 @dataclass
 class FakeWorker:
-    """Applies plans at once; results are collected later (`WorkerClient`). `tables` is the state as of the last plan."""
+    """Applies plans at once; results are collected later (`WorkerClient`). `rows` is the state as of the last plan."""
 
     num_blocks: int
     block_size: int

@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import pytest
 from fake_worker import FakeWorker, oracle
+
 from kvern_engine.core.block_pool import BlockPool
 from kvern_engine.core.limits import SchedulerConfig
 from kvern_engine.core.loop import EngineCore
@@ -71,18 +72,24 @@ class Episode:
         rng = self.random
         for _ in range(rng.randint(1, 6)):
             self.add()
-        late = rng.randint(0, 4)
+        late, aborts, stalled = rng.randint(0, 4), rng.randint(0, 2), 0
         while not self.core.idle:
             self.steps += 1
             assert self.steps < 3000, "no progress"
             if late and rng.random() < 0.2:
                 late -= 1
                 self.add()
-            if rng.random() < 0.02:
+            if aborts and rng.random() < 0.1:
+                aborts -= 1
                 chosen = rng.choice(list(self.requests))
                 self.aborted.add(chosen)
                 self.core.abort([chosen, "unknown"])
-            for client, outputs in self.core.step().items():
+            plans = self.worker.next_step
+            delivered = self.core.step()
+            busy = delivered or self.scheduler.num_in_flight or self.worker.next_step > plans
+            stalled = 0 if busy else stalled + 1
+            assert stalled < 3, "requests wait and nothing runs"
+            for client, outputs in delivered.items():
                 for output in outputs:
                     assert self.requests[output.request_id].client == client
                     self.outputs[output.request_id, output.index].append(output)
