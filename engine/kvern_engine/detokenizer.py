@@ -55,14 +55,18 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is safe to send now. Nothing more comes after a stop string."""
+        if self._finished:
+            return ""
+        if not self._matchers:
+            self.tokens_used += len(token_ids)
+            return self._decoder.push(token_ids)
         pieces: list[str] = []
-        for token in token_ids:
-            if self.stopped is not None or self._finished:
+        for token in token_ids:  # one by one: a stop string must be told the token that completed it
+            if self.stopped is not None:
                 break
             self.tokens_used += 1
-            text = self._decoder.push(token)
-            if text:
-                pieces.append(self._pass(text) if self._matchers else text)
+            if text := self._decoder.push((token,)):
+                pieces.append(self._pass(text))
         return "".join(pieces)
 
     def finish(self) -> str:
@@ -82,7 +86,7 @@ class IncrementalDetokenizer:
         found, end = self._scan(text)
         whole = self._held + (text if found is None else text[:end])
         if found is None:
-            keep = max(matcher.matched for matcher in self._matchers)
+            keep = max([matcher.matched for matcher in self._matchers])
             split = len(whole) - keep
             self._held = whole[split:]
             return whole[:split]
@@ -92,8 +96,10 @@ class IncrementalDetokenizer:
     def _scan(self, text: str) -> tuple[str | None, int]:
         """The first stop string completed within `text` and the index after its last character."""
         armed = self.tokens_used >= self._min_tokens
-        for index, character in enumerate(text):
-            complete = [matcher.stop for matcher in self._matchers if matcher.feed(character)]
+        # Most tokens begin no stop string: those matchers would not move.
+        moving = [matcher for matcher in self._matchers if matcher.matched or matcher.stop[0] in text]
+        for index, character in enumerate(text if moving else ""):
+            complete = [matcher.stop for matcher in moving if matcher.feed(character)]
             if complete and armed:
                 return max(complete, key=len), index + 1
         return None, len(text)
@@ -134,8 +140,9 @@ class _ByteDecoder:
         self._skip = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token: int) -> str:
-        return "" if token in self._skip else self._utf8.decode(self._bytes_of(token))
+    def push(self, tokens: Sequence[int]) -> str:
+        bytes_of, skip = self._bytes_of, self._skip
+        return self._utf8.decode(b"".join([bytes_of(token) for token in tokens if token not in skip]))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -156,9 +163,10 @@ class _WindowDecoder:
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def push(self, token: int) -> str:
-        if token in self._skip:
-            return ""
+    def push(self, tokens: Sequence[int]) -> str:
+        return "".join([self._push_one(token) for token in tokens if token not in self._skip])
+
+    def _push_one(self, token: int) -> str:
         self._new.append(token)
         text = self._decode(self._context + self._new)
         incomplete = text.endswith(REPLACEMENT) and len(self._new) <= _MAX_HELD_TOKENS

@@ -20,6 +20,8 @@ __all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError", "load_tokenizer"]
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_MAX_ID = 2**32 - 1  # the library's ids are unsigned 32-bit numbers
+
 
 def _bytes_of_characters() -> dict[str, int]:
     """GPT-2's table: the printable character that stands for each byte in a byte-level vocabulary, reversed."""
@@ -83,8 +85,8 @@ class Tokenizer:
         if self.is_byte_level:
             skip = self.special_token_ids if skip_special_tokens else ()
             return b"".join([self.token_bytes(index) for index in ids if index not in skip]).decode("utf-8", "replace")
-        known = [index for index in ids if 0 <= index < self.vocab_size]
-        return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+        possible = [index for index in ids if 0 <= index <= _MAX_ID]
+        return self.backend.decode(possible, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for: a byte-level token may be part of a character."""
@@ -94,7 +96,7 @@ class Tokenizer:
         return found
 
     def _compute_bytes(self, token_id: int) -> bytes:
-        text = self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        text = self.backend.id_to_token(token_id) if 0 <= token_id <= _MAX_ID else None
         if text is None:
             return b""
         if token_id in self._added:

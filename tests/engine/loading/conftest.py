@@ -1,4 +1,4 @@
-"""Models that these tests read: tiny-kjv beside them, SmolLM2 as installed, and GGUF files written by the `gguf` package."""
+"""Models that these tests read: tiny-kjv, SmolLM2 as installed, and GGUF files written by the `gguf` package."""
 
 from collections.abc import Callable
 from pathlib import Path

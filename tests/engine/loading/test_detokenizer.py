@@ -1,4 +1,4 @@
-"""Incremental text: equal to decoding at once for any text and any cut, never half a character, no stop string leaks."""
+"""Incremental text: what decoding at once gives, for any text and any cut; no half character, no leaked stop string."""
 
 import codecs
 
@@ -199,6 +199,13 @@ def test_the_first_of_several_wins() -> None:
         tokenizer, ids = split("zero one two", "zero one two")
         detokenizer = IncrementalDetokenizer(tokenizer, stops)
         assert detokenizer.append(ids) == "zero " and detokenizer.stopped == "one"
+
+
+def test_of_two_that_end_together_the_longest_is_taken_out() -> None:
+    for stops in (("User:", "\nUser:"), ("\nUser:", "User:")):
+        tokenizer, ids = split("ja\nUser: x", "ja", "\nUs", "er:", " x")
+        detokenizer = IncrementalDetokenizer(tokenizer, stops)
+        assert detokenizer.append(ids) == "ja" and (detokenizer.stopped, detokenizer.tokens_used) == ("\nUser:", 3)
 
 
 def test_min_tokens_lets_early_stop_strings_pass() -> None:
