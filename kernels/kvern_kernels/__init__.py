@@ -5,6 +5,14 @@ block * block_size + offset. Importing this package does not import Triton.
 """
 
 from .dispatch import add_rms_norm, paged_attention, rms_norm, rope_and_cache, silu_and_mul
-from .metadata import AttentionMetadata
+from .metadata import AttentionMetadata, DecodeWorkspace
 
-__all__ = ["AttentionMetadata", "add_rms_norm", "paged_attention", "rms_norm", "rope_and_cache", "silu_and_mul"]
+__all__ = [
+    "AttentionMetadata",
+    "DecodeWorkspace",
+    "add_rms_norm",
+    "paged_attention",
+    "rms_norm",
+    "rope_and_cache",
+    "silu_and_mul",
+]

@@ -18,8 +18,8 @@ def gather_context(kv: Tensor, blocks: Tensor, length: int) -> Tensor:
 def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
     """softmax(scale q K^T) V of each row's last tokens over its context, causal; float32 inside.
 
-    `q` [T, Hq, D]; `kv` [2, Hkv, N, bs, D]; query head h reads KV head h // (Hq / Hkv). Returns [T, Hq, D] of q's dtype;
-    tokens of rows with seq_len 0 are zero.
+    `q` [T, Hq, D]; `kv` [2, Hkv, N, bs, D]; query head h reads KV head h // (Hq / Hkv). Returns [T, Hq, D], q's dtype;
+    the tokens of rows with seq_len 0 are zero.
     """
     out = torch.zeros_like(q)
     heads, kv_heads = q.shape[1], kv.shape[1]

@@ -24,7 +24,7 @@ Index = slice | Tensor
 
 @dataclass
 class _Context:
-    """Where K and V of a call lie: `first` of a run of blocks, or the ids to gather; `shape` is (rows, tokens a row)."""
+    """Where K and V of a call of `rows` rows and `tokens` tokens a row lie: the first of a run of blocks, or ids."""
 
     first: int
     blocks: Tensor | None
@@ -33,7 +33,7 @@ class _Context:
 
     def read(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """K and V as [rows, Hkv, tokens, D]. A gather is valid until the thread's next one."""
-        _, heads, count, size, dim = kv.shape
+        _, heads, _, size, dim = kv.shape
         if self.blocks is None:
             strides = (kv.stride(0), 0, kv.stride(1), kv.stride(3), 1)
             offset = kv.storage_offset() + self.first * kv.stride(2)
@@ -48,7 +48,9 @@ class _Context:
 
 def _scratch_like(kv: Tensor, numel: int) -> Tensor:
     """Memory kept between calls: fresh pages of a large allocation cost more than the copy into them."""
-    buffers = _scratch.__dict__
+    buffers: dict[torch.dtype, Tensor] | None = getattr(_scratch, "buffers", None)
+    if buffers is None:
+        buffers = _scratch.buffers = {}
     buffer = buffers.get(kv.dtype)
     if buffer is None or buffer.numel() < numel:
         buffer = buffers[kv.dtype] = torch.empty(numel, dtype=kv.dtype)
@@ -82,7 +84,14 @@ class _Decode:
         keys, values = self.context.read(kv)
         picked = q[self.index]
         rows, heads, dim = picked.shape
-        folded = picked.reshape(rows, keys.shape[1], -1, dim)
+        kv_heads = keys.shape[1]
+        if rows == 1:
+            # One row: a task a query head keeps more cores busy, and the output needs no copy.
+            keys = keys.transpose(0, 1).expand(kv_heads, heads // kv_heads, -1, dim)
+            values = values.transpose(0, 1).expand(kv_heads, heads // kv_heads, -1, dim)
+            folded = picked.reshape(kv_heads, -1, 1, dim)
+        else:
+            folded = picked.reshape(rows, kv_heads, -1, dim)
         out, lse = _flash(folded, keys, values, 0.0, False, attn_mask=self.mask, scale=scale)
         return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
 
@@ -103,7 +112,7 @@ class _Extend:
         kv_heads = keys.shape[1]
         group = heads // kv_heads
         # KV heads as the batch, their query heads as heads over one K and V (stride 0).
-        query = q[self.index].view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
+        query = q[self.index].reshape(count, kv_heads, group, dim).permute(1, 2, 0, 3)
 
         def shared(x: Tensor) -> Tensor:
             return x.transpose(0, 1).expand(kv_heads, group, -1, dim)
@@ -142,7 +151,7 @@ class _Prefix:
         rows, heads, dim = picked.shape
         kv_heads = keys.shape[1]
         # All rows and the group's heads become the query dimension: one matrix product a KV head.
-        folded = picked.view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
+        folded = picked.reshape(rows, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
         out, lse = _flash(folded, keys, values, 0.0, False, attn_mask=None, scale=scale)
         out = out.view(kv_heads, rows, -1, dim).transpose(0, 1).reshape(rows, heads, dim)
         return out, lse.view(kv_heads, rows, -1).transpose(0, 1).reshape(rows, heads)

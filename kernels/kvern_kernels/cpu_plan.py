@@ -1,7 +1,7 @@
 """How a step's attention is cut into calls on a CPU: a pure decision over lengths and block ids, no tensors.
 
-The costs it balances are those of a small CPU: a call into torch costs as much as copying some thousand tokens, a copy of
-K and V about as much as reading them, and padding is read like anything else.
+The costs it balances are those of a small CPU: a call into torch costs as much as copying some thousand tokens, a copy
+of K and V about as much as reading them, and padding is read like anything else.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ MAX_GATHER_TOKENS = 4096
 # From this context on a row whose blocks are consecutive is read in place, in a call of its own.
 VIEW_TOKENS = 512
 # A shared prefix is attended to once for all rows where that saves reading at least this many tokens.
-PREFIX_SAVING_TOKENS = 512
+PREFIX_SAVING_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class DecodeCall:
-    """Single-token rows in one call. `tokens[i]` reads the first `lengths[i]` tokens of `blocks[i]` (equally long lists,
-    padded by repeating a row's first block).
+    """Single-token rows in one call. `tokens[i]` reads the first `lengths[i]` tokens of `blocks[i]`, which are equally
+    long lists, padded by repeating a row's first block.
     """
 
     tokens: list[int]
@@ -31,7 +31,7 @@ class DecodeCall:
 
 @dataclass(frozen=True)
 class ExtendCall:
-    """Tokens start..start+count-1 attend causally to the first `length` tokens of `blocks`, whose last `count` they are."""
+    """Tokens start..start+count-1 attend causally to the first `length` tokens of `blocks`: they are its last."""
 
     start: int
     count: int

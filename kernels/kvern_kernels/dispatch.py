@@ -5,11 +5,11 @@ also on CPU tensors (with TRITON_INTERPRET=1). Read once, at import. Triton is i
 """
 
 import os
+from typing import Any
 
 from torch import Tensor
 
-from . import activation, attention, cpu_attention, rotary
-from . import rms_norm as _norm
+from . import activation, attention, cpu_attention, norm, rotary
 from .metadata import AttentionMetadata
 
 CHOICES = ("", "auto", "reference", "triton")
@@ -24,12 +24,20 @@ def _triton(x: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight. `x` [T, H], `weight` [H]; returns [T, H]."""
-    return _norm.rms_norm(x, weight, eps)
+    if _triton(x):
+        from . import norm_triton
+
+        return norm_triton.rms_norm(x, weight, eps)
+    return norm.rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual). All [T, H]; the sum overwrites `residual`."""
-    return _norm.add_rms_norm(x, residual, weight, eps)
+    if _triton(x):
+        from . import norm_triton
+
+        return norm_triton.add_rms_norm(x, residual, weight, eps)
+    return norm.add_rms_norm(x, residual, weight, eps)
 
 
 def rope_and_cache(
@@ -43,18 +51,34 @@ def rope_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    cache: dict[Any, Any] | None = None,
 ) -> Tensor:
-    """Optional QK-norm, rotary embedding of q and k, and the write of k and v to the cache; see `rotary.py`."""
-    return rotary.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps)
+    """Optional QK-norm, rotary embedding of q and k, and the write of k and v to the cache; see `rotary.py`.
+
+    `cache`: the step's `AttentionMetadata.plan_cache`, where the caller has one; saves work on a CPU.
+    """
+    if _triton(q):
+        from . import rotary_triton
+
+        return rotary_triton.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps)
+    return rotary.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps, cache)
 
 
 def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
     """Causal attention of decode and prefill rows over the paged cache in one call; see `attention.py`."""
-    if _FORCED == "reference" or q.is_cuda:
+    if _triton(q):
+        from . import attention_triton
+
+        return attention_triton.paged_attention(q, kv, meta, scale)
+    if _FORCED == "reference":
         return attention.paged_attention(q, kv, meta, scale)
     return cpu_attention.paged_attention(q, kv, meta, scale)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up. `x` [T, 2F] = gate | up; returns [T, F]."""
+    if _triton(x):
+        from . import activation_triton
+
+        return activation_triton.silu_and_mul(x)
     return activation.silu_and_mul(x)

@@ -13,6 +13,45 @@ from torch import Tensor
 
 
 @dataclass
+class DecodeWorkspace:
+    """Scratch memory of split-KV decode: partial outputs and (maximum, sum) a piece, float32, and a counter of finished
+    pieces a row and KV head, int32, zero between launches. Launches that may overlap need one each.
+    """
+
+    partial: Tensor
+    stats: Tensor
+    counters: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        splits: int,
+        query_len: int,
+        device: torch.device | str,
+    ) -> "DecodeWorkspace":
+        """For launches of up to `rows` rows of up to `query_len` tokens in up to `splits` splits."""
+        pieces = rows * splits * heads * query_len
+        return cls(
+            torch.empty(pieces * head_dim, dtype=torch.float32, device=device),
+            torch.empty(pieces * 2, dtype=torch.float32, device=device),
+            torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
+        )
+
+    def holds(self, rows: int, heads: int, kv_heads: int, head_dim: int, splits: int, query_len: int) -> bool:
+        """Whether a launch of these sizes fits."""
+        pieces = rows * splits * heads * query_len
+        return (
+            self.partial.numel() >= pieces * head_dim
+            and self.stats.numel() >= pieces * 2
+            and self.counters.numel() >= rows * kv_heads
+        )
+
+
+@dataclass
 class AttentionMetadata:
     """One step's batch of `R` rows and `T` tokens over a paged KV cache with blocks of `block_size` tokens.
 
@@ -24,8 +63,8 @@ class AttentionMetadata:
     block * block_size + offset where each token's K and V go, -1 for none.
 
     `query_lens` and `seq_lens_list` are CPU copies of the lengths: with them the CPU path never reads a tensor back.
-    `workspace` is scratch memory for split-KV decode, needed where allocation is unwelcome (CUDA graphs share one); see
-    `split_kv.py`. `max_splits` fixes the number of KV splits at capture (None: chosen per call).
+    `workspace` is the scratch memory of split-KV decode; graphs that never run at once share one (None: allocated).
+    `max_splits` fixes the number of KV splits at capture, see `split_kv.choose_splits` (None: from `max_seq_len`).
     """
 
     query_start: Tensor
@@ -37,7 +76,7 @@ class AttentionMetadata:
     max_seq_len: int
     query_lens: list[int] | None = None
     seq_lens_list: list[int] | None = None
-    workspace: Tensor | None = None
+    workspace: DecodeWorkspace | None = None
     max_splits: int | None = None
     # What a path computed from the fields above on its first call of a step, reused by the step's other layers.
     plan_cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -75,7 +114,7 @@ class AttentionMetadata:
         num_decodes = 0
         while num_decodes < len(query_lens) and query_lens[num_decodes] == 1:
             num_decodes += 1
-        starts, slots = [0], []
+        starts, slots = [0], list[int]()
         for row, (count, length, table) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
             if not 0 < count <= length:
                 raise ValueError(f"row {row}: query_lens must be in 1..{length} (its seq_len), got {count}")

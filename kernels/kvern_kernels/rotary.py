@@ -4,35 +4,60 @@ torch reference. The Triton kernel is in `rotary_triton.py`.
 Rotation is in halves, as in Hugging Face's Llama: (x1 | x2) -> (x1 cos - x2 sin | x2 cos + x1 sin).
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from .norm import rms_norm
+
+
+@dataclass
+class _Rows:
+    """What the layers of a step share: (cos | cos) and (-sin | sin) [T, 1, D], and where K and V are written."""
+
+    cos: Tensor
+    sin: Tensor
+    slot: int | None  # of a single token
+    slots: Tensor
+    kept: Tensor | None  # the tokens that are written, where not all are
+
+    @classmethod
+    def of(cls, cos_sin: Tensor, positions: Tensor, slots: Tensor) -> "_Rows":
+        cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        slot = int(slots[0]) if slots.shape[0] == 1 else None
+        kept = None
+        if slot is None and bool((slots < 0).any()):
+            kept = (slots >= 0).nonzero().squeeze(1)
+            slots = slots[kept]
+        return cls(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), slot, slots, kept)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [T, H, D] rotated by `cos` and `sin` [T, 1, D/2]; float32 inside, x's dtype out."""
-    half = cos.shape[-1]
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    first, second = x[..., :half].float(), x[..., half:].float()
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out.to(x.dtype)
+    """`x` [T, H, D] rotated by (cos | cos) and (-sin | sin), [T, 1, D]; float32 inside, x's dtype out."""
+    wide = x.float()
+    swapped = wide.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(wide * cos, swapped, sin).to(x.dtype)
 
 
-def write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
-    """Write `k` and `v` [T, Hkv, D] at `slots` [T] of `kv` [2, Hkv, N, bs, D]; slots of -1 are left out."""
-    flat = kv.view(2, kv.shape[1], -1, kv.shape[-1])
-    if slots.shape[0] == 1:
-        slot = int(slots[0])
-        if slot >= 0:
-            flat[0, :, slot].copy_(k[0])
-            flat[1, :, slot].copy_(v[0])
+def _write(part: Tensor, arena: Tensor, rows: _Rows) -> None:
+    """Write `part` [T, Hkv, D] to `arena` [Hkv, N, bs, D] at the rows' slots."""
+    heads, _, _, dim = arena.shape
+    if rows.slot is not None:
+        if rows.slot >= 0:
+            offset = arena.storage_offset() + rows.slot * dim
+            arena.as_strided((heads, dim), (arena.stride(0), 1), offset).copy_(part[0])
         return
-    if bool((slots < 0).any()):
-        keep = slots >= 0
-        k, v, slots = k[keep], v[keep], slots[keep]
-    flat[0].index_copy_(1, slots, k.transpose(0, 1).to(kv.dtype))
-    flat[1].index_copy_(1, slots, v.transpose(0, 1).to(kv.dtype))
+    if rows.kept is not None:
+        part = part.index_select(0, rows.kept)
+    arena.view(heads, -1, dim).index_copy_(1, rows.slots, part.transpose(0, 1).to(arena.dtype))
+
+
+def _adjacent(q: Tensor, k: Tensor) -> bool:
+    """Whether k's heads follow q's in memory, as in views of one projection's output."""
+    gap = k.data_ptr() - q.data_ptr()
+    return q.stride() == k.stride() and q.stride(2) == 1 and gap == q.shape[1] * q.stride(1) * q.element_size()
 
 
 def rope_and_cache(
@@ -46,17 +71,32 @@ def rope_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    cache: dict[Any, Any] | None = None,
 ) -> Tensor:
     """Rotate q and k at `positions`, write k and v to the cache, return q rotated.
 
     Shapes: `q` [T, Hq, D], `k` and `v` [T, Hkv, D] (strided views are fine), `cos_sin` [max_pos, D] float32 (cos of the
     D/2 frequencies, then sin), `positions` [T] int64, `kv` [2, Hkv, N, bs, D], `slots` [T] int64 (-1: write nothing).
-    `q_norm` and `k_norm` [D]: RMSNorm weights applied a head before the rotation (Qwen3). Returns [T, Hq, D] of q's dtype.
+    `q_norm` and `k_norm` [D]: RMSNorm weights applied a head before the rotation (Qwen3). Returns [T, Hq, D] in q's
+    dtype. `cache`, a step's `AttentionMetadata.plan_cache`, lets a step's layers share what depends on the positions
+    and slots alone.
     """
+    key = ("rotary", cos_sin.data_ptr())
+    rows = cache.get(key) if cache is not None else None
+    if rows is None:
+        rows = _Rows.of(cos_sin, positions, slots)
+        if cache is not None:
+            cache[key] = rows
     if q_norm is not None:
-        q = F.rms_norm(q, q_norm.shape, q_norm, eps)
+        q = rms_norm(q, q_norm, eps)
     if k_norm is not None:
-        k = F.rms_norm(k, k_norm.shape, k_norm, eps)
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-    write_kv(rotate(k, cos, sin), v, kv, slots)
-    return rotate(q, cos, sin)
+        k = rms_norm(k, k_norm, eps)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if _adjacent(q, k):
+        both = q.as_strided((q.shape[0], heads + kv_heads, q.shape[2]), q.stride())
+    else:
+        both = torch.cat((q, k), dim=1)
+    rotated = rotate(both, rows.cos, rows.sin)
+    _write(rotated[:, heads:], kv[0], rows)
+    _write(v, kv[1], rows)
+    return rotated[:, :heads]

@@ -64,7 +64,7 @@ def test_shapes(heads, kv_heads, dim, block_size):
 
 @pytest.mark.parametrize("consecutive", [True, False])
 def test_shared_prefix_is_read_once(consecutive):
-    step = check([1] * 6 + [3, 5], [170, 161, 190, 165, 200, 161, 171, 166], shared=40, consecutive=consecutive)
+    step = check([1] * 14 + [3, 5], [170 + i for i in range(14)] + [171, 166], shared=40, consecutive=consecutive)
     assert len(step.prefixes) == 1
     assert step.prefixes[0].context.tokens == 160
 
@@ -92,7 +92,8 @@ rows = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1200)), min_size=1,
 def test_plan_covers_every_context_exactly_once(rows, block_size, shared, seed):
     query_lens = [count if seed % 2 else 1 for count, _ in rows]
     seq_lens = [
-        count + cached + (shared * block_size if seed % 3 else 0) for (_, cached), count in zip(rows, query_lens)
+        count + cached + (shared * block_size if seed % 3 else 0)
+        for (_, cached), count in zip(rows, query_lens, strict=True)
     ]
     rng = random.Random(seed)
     need = [-(-length // block_size) for length in seq_lens]

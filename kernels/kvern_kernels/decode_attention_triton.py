@@ -1,0 +1,307 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+"""Paged attention for few query tokens a row (decode, verification) in Triton. The reference is `attention.py`.
+
+A program reads one row, one KV head and one piece of the context (flash-decoding, Dao et al. 2023). The query heads of
+the KV head and the row's 1..8 query tokens are the rows of its tile, so K and V are read once. Where a row's context is
+split, the program that finishes last merges the pieces: no second launch, and nothing depends on the lengths on the
+host, so that a captured graph serves any lengths.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import split_kv
+from .metadata import AttentionMetadata, DecodeWorkspace
+
+MAX_QUERY_LEN = 8
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _kv_pointers(base, table_ptr, positions, inside, dims, D: tl.constexpr, BS: tl.constexpr, SCALAR: tl.constexpr):
+    """Pointers [len(positions), len(dims)] to the paged tokens at `positions`."""
+    if SCALAR:  # the tile lies in one block
+        first = tl.min(positions, axis=0)
+        block = tl.load(table_ptr + first // BS).to(tl.int64)
+        return base + block * (BS * D) + (positions % BS)[:, None] * D + dims[None, :]
+    else:
+        blocks = tl.load(table_ptr + positions // BS, mask=inside, other=0).to(tl.int64)
+        return base + (blocks * (BS * D) + (positions % BS) * D)[:, None] + dims[None, :]
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    table_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    scale_log2,
+    q_stride,
+    kv_stride,
+    head_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAX_Q: tl.constexpr,
+    D: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    BS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PART_M: tl.constexpr,
+    PART_SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    splits = tl.num_programs(2)
+    seq_len = tl.load(seq_lens_ptr + row)
+    tiles = tl.cdiv(seq_len, BLOCK_N)
+    tiles_each = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
+    used = tl.maximum(tl.cdiv(tiles, tiles_each), 1)
+    if split >= used:
+        return
+    if MAX_Q == 1:
+        first_token = row
+        query_len = 1
+    else:
+        first_token = tl.load(query_start_ptr + row)
+        query_len = tl.load(query_start_ptr + row + 1) - first_token
+    begin = split * tiles_each * BLOCK_N
+    end = tl.minimum(begin + tiles_each * BLOCK_N, seq_len)
+
+    tile_rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, D_BLOCK)
+    inside_m = tile_rows < query_len * GROUP
+    inside_d = dims < D
+    q_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * q_stride + (head * GROUP + tile_rows % GROUP) * D
+    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=inside_m[:, None] & inside_d[None, :], other=0.0)
+    visible = seq_len - query_len + tile_rows // GROUP  # the last position each tile row sees
+
+    k_base = kv_ptr + head.to(tl.int64) * head_stride
+    v_base = k_base + kv_stride
+    row_table = table_ptr + row.to(tl.int64) * table_stride
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_BLOCK], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        inside_n = positions < end
+        offsets = _kv_pointers(0, row_table, positions, inside_n, dims, D, BS, BS % BLOCK_N == 0)
+        mask = inside_n[:, None] & inside_d[None, :]
+        k = tl.load(k_base + offsets, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        if MAX_Q == 1:
+            scores = tl.where(inside_n[None, :], scores, float("-inf"))
+        else:
+            scores = tl.where(positions[None, :] <= tl.minimum(visible, end - 1)[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # A tile row that sees nothing yet keeps -inf; subtracting it would give NaN.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(weights, axis=1)
+        v = tl.load(v_base + offsets, mask=mask, other=0.0)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+
+    out_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * (KV_HEADS * GROUP * D)
+    out_offsets += (head * GROUP + tile_rows % GROUP) * D
+    if used == 1:
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        target = out_ptr + out_offsets[:, None] + dims[None, :]
+        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=inside_m[:, None] & inside_d[None, :])
+        return
+
+    owner = row.to(tl.int64) * KV_HEADS + head
+    piece = owner * splits + split
+    in_part = tile_rows < MAX_Q * GROUP
+    part = partial_ptr + piece * (MAX_Q * GROUP * D) + tile_rows[:, None] * D + dims[None, :]
+    tl.store(part, acc, mask=inside_m[:, None] & inside_d[None, :])
+    stats = stats_ptr + piece * (2 * MAX_Q * GROUP) + tile_rows
+    tl.store(stats, top, mask=in_part)
+    tl.store(stats + MAX_Q * GROUP, total, mask=in_part)
+    tl.debug_barrier()  # all threads' stores before the one thread's release
+    finished = tl.atomic_add(counter_ptr + owner, 1, sem="acq_rel", scope="gpu")
+    if finished == used - 1:
+        _merge_pieces(
+            out_ptr,
+            partial_ptr + owner * splits * (MAX_Q * GROUP * D),
+            stats_ptr + owner * splits * (2 * MAX_Q * GROUP),
+            first_token,
+            query_len,
+            head,
+            used,
+            KV_HEADS,
+            GROUP,
+            MAX_Q,
+            D,
+            D_BLOCK,
+            PART_M,
+            PART_SPLITS,
+        )
+        tl.store(counter_ptr + owner, 0)
+
+
+@triton.jit
+def _merge_pieces(
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    first_token,
+    query_len,
+    head,
+    used,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAX_Q: tl.constexpr,
+    D: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    PART_M: tl.constexpr,
+    PART_SPLITS: tl.constexpr,
+):
+    """Merge a row's pieces by their maxima and sums and write the output; PART_SPLITS pieces are read at a time."""
+    rows = tl.arange(0, PART_M)
+    dims = tl.arange(0, D_BLOCK)
+    pieces = tl.arange(0, PART_SPLITS)
+    inside_m = rows < query_len * GROUP
+    top = tl.full([PART_M], float("-inf"), tl.float32)
+    total = tl.zeros([PART_M], tl.float32)
+    acc = tl.zeros([PART_M, D_BLOCK], tl.float32)
+    for start in range(0, used, PART_SPLITS):
+        inside_p = start + pieces < used
+        stats = stats_ptr + (start + pieces)[:, None] * (2 * MAX_Q * GROUP) + rows[None, :]
+        mask = inside_p[:, None] & inside_m[None, :]
+        tops = tl.load(stats, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(stats + MAX_Q * GROUP, mask=mask, other=0.0, cache_modifier=".cg")
+        parts = partial_ptr + (start + pieces)[:, None, None] * (MAX_Q * GROUP * D)
+        parts += rows[None, :, None] * D + dims[None, None, :]
+        mask3 = mask[:, :, None] & (dims < D)[None, None, :]
+        values = tl.load(parts, mask=mask3, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(tops - shift[None, :])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(totals * weights, axis=0)
+        acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], axis=0)
+        top = new_top
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    offsets = (first_token + rows // GROUP).to(tl.int64) * (KV_HEADS * GROUP * D) + (head * GROUP + rows % GROUP) * D
+    target = out_ptr + offsets[:, None] + dims[None, :]
+    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=inside_m[:, None] & (dims < D)[None, :])
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Tile and launch parameters: context tokens a tile, warps and pipeline stages."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(head_dim: int, element_size: int, block_size: int) -> DecodeTiles:
+    """Tiles by head dimension: about 16 KiB of K a stage."""
+    block_n = max(16, min(64, 16384 // (triton.next_power_of_2(head_dim) * element_size)))
+    return DecodeTiles(block_n, 4, 3)
+
+
+_workspaces: dict[torch.device, DecodeWorkspace] = {}
+
+
+def _workspace(
+    meta: AttentionMetadata, q: Tensor, kv: Tensor, rows: int, splits: int, query_len: int
+) -> DecodeWorkspace:
+    sizes = (rows, q.shape[1], kv.shape[1], q.shape[2], splits, query_len)
+    given = meta.workspace
+    if given is not None:
+        if not given.holds(*sizes):
+            raise ValueError(
+                f"the decode workspace is too small for {rows} rows x {q.shape[1]} heads x {splits} splits x "
+                f"{query_len} query tokens of head_dim {q.shape[2]}; allocate it with DecodeWorkspace.allocate"
+            )
+        return given
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        # From the graph's own pool: shared memory could be replaced by a larger piece while the graph lives.
+        return DecodeWorkspace.allocate(*sizes, q.device)
+    kept = _workspaces.get(q.device)
+    if kept is None or not kept.holds(*sizes):
+        kept = _workspaces[q.device] = DecodeWorkspace.allocate(*sizes, q.device)
+    return kept
+
+
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; that of a small one where there is none (interpreted tests)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def decode_attention(
+    q: Tensor,
+    kv: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    out: Tensor,
+    rows: int,
+    query_len: int,
+    splits: int | None = None,
+    tiles: DecodeTiles | None = None,
+) -> None:
+    """Attention of the first `rows` rows, each with at most `query_len` (<= 8) query tokens, into `out` [T, Hq, D].
+
+    With `query_len` 1 row i's token is token i. `splits` and `tiles` default to the measured choice. Raises ValueError
+    where `query_len` is over 8 or the given workspace is too small.
+    """
+    if query_len > MAX_QUERY_LEN:
+        raise ValueError(f"query_len must be at most {MAX_QUERY_LEN}, got {query_len}")
+    if rows == 0:
+        return
+    heads, dim = q.shape[1], q.shape[2]
+    kv_heads, block_size = kv.shape[1], kv.shape[3]
+    group = heads // kv_heads
+    tiles = tiles or choose_tiles(dim, kv.element_size(), block_size)
+    splits = splits or meta.max_splits or split_kv.choose_splits(rows, kv_heads, meta.max_seq_len, sm_count(q.device))
+    work = _workspace(meta, q, kv, rows, splits, query_len)
+    d_block = triton.next_power_of_2(dim)
+    part_m = triton.next_power_of_2(group * query_len)
+    _decode_kernel[(kv_heads, rows, splits)](
+        q,
+        kv,
+        out,
+        work.partial,
+        work.stats,
+        work.counters,
+        meta.block_tables,
+        meta.query_start,
+        meta.seq_lens,
+        scale * LOG2E,
+        q.stride(0),
+        kv.stride(0),
+        kv.stride(1),
+        meta.block_tables.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        MAX_Q=query_len,
+        D=dim,
+        D_BLOCK=d_block,
+        BS=block_size,
+        BLOCK_M=max(16, part_m),
+        BLOCK_N=tiles.block_n,
+        MIN_TILES=split_kv.ceil_div(split_kv.MIN_SPLIT_TOKENS, tiles.block_n),
+        PART_M=part_m,
+        PART_SPLITS=max(1, min(16, 8192 // (part_m * d_block))),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

@@ -1,0 +1,173 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+"""QK-norm, rotary embedding and the write of K and V in one Triton kernel. The reference is `rotary.py`.
+
+A program takes one token and a few heads of q, k or v.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    kv_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_stride,
+    k_stride,
+    v_stride,
+    kv_stride,
+    head_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    q_pieces: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
+    kv_pieces: tl.constexpr = (KV_HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
+    dims = tl.arange(0, HALF_BLOCK)
+    if piece < q_pieces:
+        heads = piece * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+        inside = (heads < HEADS)[:, None] & (dims < HALF)[None, :]
+        where = heads[:, None] * (2 * HALF) + dims[None, :]
+        first = tl.load(q_ptr + token * q_stride + where, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(q_ptr + token * q_stride + where + HALF, mask=inside, other=0.0).to(tl.float32)
+        first, second = _rotated(
+            first,
+            second,
+            token,
+            dims,
+            cos_sin_ptr,
+            positions_ptr,
+            q_norm_ptr,
+            eps,
+            HALF,
+            Q_NORM,
+            out_ptr.dtype.element_ty,
+        )
+        target = out_ptr + token * (HEADS * 2 * HALF) + where
+        tl.store(target, first.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(target + HALF, second.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        slot = tl.load(slots_ptr + token)
+        is_key = piece < q_pieces + kv_pieces
+        number = tl.where(is_key, piece - q_pieces, piece - q_pieces - kv_pieces)
+        heads = number * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+        inside = (heads < KV_HEADS)[:, None] & (dims < HALF)[None, :]
+        where = heads[:, None] * (2 * HALF) + dims[None, :]
+        target = kv_ptr + heads[:, None].to(tl.int64) * head_stride + slot * (2 * HALF) + dims[None, :]
+        written = inside & (slot >= 0)
+        if is_key:
+            first = tl.load(k_ptr + token * k_stride + where, mask=inside, other=0.0).to(tl.float32)
+            second = tl.load(k_ptr + token * k_stride + where + HALF, mask=inside, other=0.0).to(tl.float32)
+            first, second = _rotated(
+                first,
+                second,
+                token,
+                dims,
+                cos_sin_ptr,
+                positions_ptr,
+                k_norm_ptr,
+                eps,
+                HALF,
+                K_NORM,
+                k_ptr.dtype.element_ty,
+            )
+            tl.store(target, first.to(kv_ptr.dtype.element_ty), mask=written)
+            tl.store(target + HALF, second.to(kv_ptr.dtype.element_ty), mask=written)
+        else:
+            first = tl.load(v_ptr + token * v_stride + where, mask=inside, other=0.0)
+            second = tl.load(v_ptr + token * v_stride + where + HALF, mask=inside, other=0.0)
+            tl.store(target + kv_stride, first.to(kv_ptr.dtype.element_ty), mask=written)
+            tl.store(target + kv_stride + HALF, second.to(kv_ptr.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _rotated(
+    first,
+    second,
+    token,
+    dims,
+    cos_sin_ptr,
+    positions_ptr,
+    norm_ptr,
+    eps,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    inside = dims < HALF
+    if NORM:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        first *= scale * tl.load(norm_ptr + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
+        second *= scale * tl.load(norm_ptr + HALF + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
+        # Rounded between norm and rotation, as the reference's separate operations are.
+        first, second = first.to(DTYPE).to(tl.float32), second.to(DTYPE).to(tl.float32)
+    row = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF)
+    cos = tl.load(row + dims, mask=inside, other=0.0)[None, :]
+    sin = tl.load(row + HALF + dims, mask=inside, other=0.0)[None, :]
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """As `rotary.rope_and_cache`; the heads of a token must be contiguous in q, k and v, tokens may be strided."""
+    tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if tokens:
+        head_block = min(8, triton.next_power_of_2(kv_heads))
+        pieces = triton.cdiv(heads, head_block) + 2 * triton.cdiv(kv_heads, head_block)
+        _rope_kernel[(tokens, pieces)](
+            q,
+            k,
+            v,
+            out,
+            kv,
+            cos_sin,
+            positions,
+            slots,
+            q if q_norm is None else q_norm,
+            k if k_norm is None else k_norm,
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            kv.stride(0),
+            kv.stride(1),
+            eps,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HALF=dim // 2,
+            HALF_BLOCK=triton.next_power_of_2(dim // 2),
+            HEAD_BLOCK=head_block,
+            Q_NORM=q_norm is not None,
+            K_NORM=k_norm is not None,
+            num_warps=2,
+        )
+    return out

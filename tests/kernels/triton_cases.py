@@ -1,0 +1,210 @@
+"""The Triton kernels against their references: interpreted on a CPU, compiled where there is a GPU.
+
+Triton decides at its first import whether it interprets, and other packages import it too, so `test_triton_kernels.py`
+runs this file in a process of its own; `pytest tests/kernels/triton_cases.py` runs it directly.
+"""
+
+import os
+import random
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from kvern_kernels import (
+    AttentionMetadata,
+    DecodeWorkspace,
+    activation,
+    activation_triton,
+    attention,
+    attention_triton,
+    norm,
+    norm_triton,
+    rotary,
+    rotary_triton,
+    split_kv,
+)
+from kvern_kernels.decode_attention_triton import DecodeTiles, decode_attention
+from kvern_kernels.prefill_attention_triton import PrefillTiles, prefill_attention
+
+torch.set_num_threads(1)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def close(got, expected):
+    tolerance = TOLERANCE[got.dtype]
+    torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (3, 100), (5, 1)])
+def test_rms_norm(rows, width, dtype):
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 2 * width, dtype=dtype, device=DEVICE)[:, :width]
+    weight = torch.randn(width, dtype=dtype, device=DEVICE)
+    close(norm_triton.rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
+    residual = torch.randn(rows, width, dtype=dtype, device=DEVICE)
+    expected, expected_sum = norm.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    got, got_sum = norm_triton.add_rms_norm(x, residual, weight, 1e-5)
+    close(got, expected)
+    close(got_sum, expected_sum)
+    assert got_sum is residual
+
+
+def test_rms_norm_of_heads_and_of_nothing():
+    x, weight = torch.randn(3, 4, 8, device=DEVICE), torch.randn(8, device=DEVICE)
+    close(norm_triton.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
+    assert norm_triton.rms_norm(x[:0, 0], weight, 1e-6).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("rows", "width"), [(1, 1536), (3, 77)])
+def test_silu_and_mul(rows, width, dtype):
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 2 * width, dtype=dtype, device=DEVICE) * 4
+    close(activation_triton.silu_and_mul(x), activation.silu_and_mul(x))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (2, 1, 6), (20, 10, 16)])
+def test_rope_and_cache(heads, kv_heads, dim, dtype, normed):
+    torch.manual_seed(heads)
+    tokens, block_size = 5, 4
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype, device=DEVICE)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    angles = torch.rand(50, dim // 2, device=DEVICE) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    positions = torch.tensor([3, 49, 0, 7, 0], device=DEVICE)
+    slots = torch.tensor([9, 0, 17, 3, -1], device=DEVICE)
+    norms = [torch.randn(dim, dtype=dtype, device=DEVICE) for _ in range(2)] if normed else [None, None]
+    # A layer's cache is a view of the arena: its heads and its K and V lie apart.
+    expected_kv = torch.zeros(2, 2, kv_heads, 5, block_size, dim, dtype=dtype, device=DEVICE)
+    kv = expected_kv.clone()
+    expected = rotary.rope_and_cache(q, k, v, cos_sin, positions, expected_kv[1], slots, *norms)
+    got = rotary_triton.rope_and_cache(q, k, v, cos_sin, positions, kv[1], slots, *norms)
+    close(got, expected)
+    close(kv, expected_kv)
+    assert kv[0].abs().sum() == 0
+
+
+class Case:
+    """Random queries and a random paged cache; unused slots hold NaN, as uninitialized memory may."""
+
+    def __init__(self, query_lens, seq_lens, heads=4, kv_heads=2, dim=16, block_size=16, dtype=torch.float32, seed=0):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        need = [-(-length // block_size) for length in seq_lens]
+        ids = list(range(sum(need) + 2))
+        rng.shuffle(ids)
+        tables = [[ids.pop() for _ in range(count)] for count in need]
+        self.meta = AttentionMetadata.build(query_lens, seq_lens, tables, block_size, DEVICE)
+        kv = torch.full((2, kv_heads, sum(need) + 2, block_size, dim), float("nan"), dtype=dtype)
+        flat = kv.view(2, kv_heads, -1, dim)
+        for length, table in zip(seq_lens, tables, strict=True):
+            slots = [table[p // block_size] * block_size + p % block_size for p in range(length)]
+            flat[:, :, slots] = torch.randn(2, kv_heads, length, dim, dtype=dtype)
+        self.kv = kv.to(DEVICE)
+        # Queries are a view of a wider row, as in a merged projection.
+        self.q = torch.randn(sum(query_lens), heads + 1, dim, dtype=dtype, device=DEVICE)[:, :heads] * 3
+        self.scale = dim**-0.5
+
+    def expected(self):
+        return attention.paged_attention(self.q, self.kv, self.meta, self.scale)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [([1], [1]), ([1, 1, 1], [5, 300, 128]), ([9, 40], [9, 70]), ([1, 1, 20, 3], [33, 1, 20, 19])],
+)
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+def test_mixed_steps(query_lens, seq_lens, block_size):
+    case = Case(query_lens, seq_lens, block_size=block_size)
+    close(attention_triton.paged_attention(case.q, case.kv, case.meta, case.scale), case.expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter cannot multiply bfloat16 matrices; this runs on a GPU")
+    case = Case([1, 1, 12], [40, 150, 30], dtype=dtype)
+    close(attention_triton.paged_attention(case.q, case.kv, case.meta, case.scale), case.expected())
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (3, 3, 80), (16, 1, 16), (7, 1, 96), (2, 2, 128), (2, 1, 256)]
+)
+def test_head_shapes(heads, kv_heads, dim):
+    case = Case([1, 10], [35, 50], heads=heads, kv_heads=kv_heads, dim=dim)
+    close(attention_triton.paged_attention(case.q, case.kv, case.meta, case.scale), case.expected())
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("query_len", [1, 3, 8])
+def test_splits_and_verification(splits, query_len):
+    lens = [query_len] * 3 if query_len == 1 else [query_len, 1, 2]
+    case = Case(lens, [400, 40, 131], heads=6, kv_heads=2 if query_len < 8 else 1)
+    work = DecodeWorkspace.allocate(3, 6, case.kv.shape[1], 16, splits, query_len, DEVICE)
+    case.meta.workspace = work
+    expected = case.expected()
+    for _ in range(2):  # the counters must be back at zero
+        work.partial.fill_(float("nan"))
+        work.stats.fill_(float("nan"))
+        out = torch.full_like(expected, float("nan"))
+        decode_attention(case.q, case.kv, case.meta, case.scale, out, 3, query_len, splits)
+        close(out, expected)
+        assert work.counters.sum() == 0
+
+
+def test_padded_rows_are_zero_and_write_nothing():
+    case = Case([1, 1, 1], [70, 1, 1])
+    case.meta.seq_lens[1:] = 0
+    case.meta.block_tables[1:] = 2**30  # never read
+    case.meta.seq_lens_list = None
+    out = torch.full((3, 4, 16), float("nan"), device=DEVICE)
+    decode_attention(case.q, case.kv, case.meta, case.scale, out, 3, 1, 4)
+    close(out, case.expected())
+    assert out[1:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("tiles", [PrefillTiles(16, 16, 4, 2), PrefillTiles(32, 64, 4, 2)])
+def test_prefill_tiles(tiles):
+    case = Case([1, 1, 33, 2, 17], [20, 30, 33, 90, 40], heads=6, block_size=16)
+    expected = case.expected()
+    out = torch.full_like(expected, float("nan"))
+    prefill_attention(case.q, case.kv, case.meta, case.scale, out, 2, tiles)
+    close(out[2:], expected[2:])
+    assert out[:2].isnan().all()
+
+
+def test_decode_tiles_within_and_across_blocks():
+    case = Case([1, 1], [77, 300], block_size=32)
+    for block_n in (16, 32, 64):
+        out = torch.full_like(case.q, float("nan"))
+        decode_attention(case.q, case.kv, case.meta, case.scale, out, 2, 1, 2, DecodeTiles(block_n, 4, 2))
+        close(out, case.expected())
+
+
+def test_errors_say_what_would_fit():
+    case = Case([1], [10])
+    case.meta.workspace = DecodeWorkspace.allocate(1, 4, 2, 16, 1, 1, DEVICE)
+    with pytest.raises(ValueError, match="too small for 1 rows x 4 heads x 9 splits x 1 query tokens of head_dim 16"):
+        decode_attention(case.q, case.kv, case.meta, 1.0, case.q, 1, 1, 9)
+    with pytest.raises(ValueError, match="query_len must be at most 8, got 9"):
+        decode_attention(case.q, case.kv, case.meta, 1.0, case.q, 1, 9)
+
+
+def test_kernel_uses_row_splits_rule():
+    """The pieces a launch writes are those that `split_kv.row_splits` says."""
+    case = Case([1, 1], [700, 100], dim=16)
+    work = case.meta.workspace = DecodeWorkspace.allocate(2, 4, 2, 16, 3, 1, DEVICE)
+    work.stats.fill_(float("nan"))
+    decode_attention(case.q, case.kv, case.meta, case.scale, torch.empty_like(case.q), 2, 1, 3, DecodeTiles(32, 4, 2))
+    written = (~work.stats.view(2, 2, 3, -1).isnan()).any(dim=3).sum(dim=2)
+    used = [split_kv.row_splits(length, 3, 32)[0] for length in (700, 100)]
+    assert used == [3, 1]
+    assert written[:, 0].tolist() == [3, 0] and written[:, 1].tolist() == [3, 0]
