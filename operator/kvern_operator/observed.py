@@ -33,6 +33,7 @@ class Pod:
     address: str = ""  # host:port of the OpenAI API
     admin_address: str = ""
     in_flight: int | None = None  # requests running and waiting; None: not known
+    feasible: tuple[tuple[int, int], ...] = ()  # (tensor size, tokens of KV cache) as the pod reports them
     restarts: int = 0
     reason: str = ""
     message: str = ""
@@ -44,8 +45,8 @@ class Pod:
 class Observed:
     """Everything that exists for one service.
 
-    `children` are as they were applied: fields that the API server sets (managedFields, resourceVersion, status) are left
-    out. `spare_replicas`: how many more replicas would fit; None: not known.
+    `children` are as they were applied, without what the API server sets (managedFields, resourceVersion, status).
+    `spare_replicas`: how many more replicas would fit; None: not known.
     """
 
     children: tuple[Object, ...] = ()

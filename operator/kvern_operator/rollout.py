@@ -56,7 +56,7 @@ class Bounds:
 
 
 def bounds_of(rollout: Rollout, desired: int, new: list[Replica], spare: int | None) -> Bounds:
-    """The bounds that a strategy stands for. `spare`: replicas that would fit beside the present ones; None: unknown."""
+    """The bounds that a strategy stands for. `spare`: how many more replicas would fit; None: unknown."""
     surge = resolve_count(rollout.max_surge, desired, round_up=True)
     unavailable = resolve_count(rollout.max_unavailable, desired, round_up=False)
     if surge == 0 and unavailable == 0:

@@ -41,3 +41,12 @@ class RouterError(Exception):
 def bad_request(message: str, *, status: int = 400, code: str | None = None) -> RouterError:
     """The client's mistake."""
     return RouterError(status, message, kind="invalid_request_error", code=code)
+
+
+def error_code(body: bytes) -> str | None:
+    """The `code` of an error in OpenAI's shape, None where the body is something else."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["code"])
+    except (ValueError, KeyError, TypeError):
+        return None

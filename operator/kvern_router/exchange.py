@@ -1,8 +1,8 @@
 """The life of one proxied request: choose or hold, try, try elsewhere, finish. Reads top to bottom in `_serve`.
 
 A request is tried again only while no byte of a body has gone to the client. Attempts that cannot have begun anywhere
-(no connection, 503 with Retry-After) are bounded by the hold timeout alone; those that may have begun (a replica that
-died with it) by MAX_ATTEMPTS, so that a request that kills engines does not go through all of them.
+(no connection, 503 with Retry-After) are bounded by the hold timeout alone; those that may have begun (a replica or its
+engine died with it) by MAX_ATTEMPTS, so that a request that kills engines does not go through all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvern_router.errors import RouterError
+from kvern_router.errors import RouterError, error_code
 from kvern_router.http1 import Request, ResponseHead, request_head
 from kvern_router.policy import request_key
 from kvern_router.relay import Done, Failed, Outcome, Refused, Relay
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvern.router")
 MAX_ATTEMPTS = 3
+BEGUN_CODES = ("engine_dead",)  # refusals of a replica whose engine died with the request
 AGAIN_SECONDS = 0.25  # until replicas that were tried are tried again, where no other can be
 QUEUE_FULL_SECONDS = 1.0  # the same for a held request whose replica answers 429
 
@@ -218,13 +219,14 @@ class Exchange:
     def _pass_on(self, replica: Replica, outcome: Refused, tried: set[Replica]) -> bool:
         """Whether a replica's refusal is the client's answer (then it was sent) rather than a reason to try again."""
         fleet, status = self.router.fleet, outcome.head.status
-        asked_to_wait = outcome.head.header(b"retry-after") is not None
         if status == 429:
             self._again = QUEUE_FULL_SECONDS
             return False
-        if status == 503 and asked_to_wait:
+        if status == 503 and outcome.head.header(b"retry-after") is not None:
             replica.health.refused(self._loop.time())
-            if self.router.settings.max_held or fleet.has_available():
+            self._begun_elsewhere += error_code(outcome.body) in BEGUN_CODES
+            may_wait = self.router.settings.max_held > 0 or fleet.has_available()
+            if may_wait and self._begun_elsewhere < MAX_ATTEMPTS:
                 return False
         else:
             self._begun_elsewhere += 1

@@ -1,0 +1,134 @@
+"""`kvern`: finds the command and hands over. Imports nothing heavy, so that --help and errors come at once."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+ENGINE_COMMANDS = {
+    "serve": "an OpenAI-compatible server for one model",
+    "generate": "an answer on standard output",
+    "bench": "measure a model; JSON lines on standard output",
+    "fetch": "download a built-in model",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. `argv` is without the program's name."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in ENGINE_COMMANDS:
+        return _engine(argv)
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as end:  # --help, --version, a wrong flag
+        return int(end.code or 0)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # kvern status | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _engine(argv: list[str]) -> int:
+    try:
+        from kvern_engine.cli import main as engine_main
+    except ModuleNotFoundError as error:
+        missing = (error.name or "?").partition(".")[0]
+        print(
+            f"kvern {argv[0]}: the engine is not installed here (no module {missing}): pip install 'kvern[engine]'",
+            file=sys.stderr,
+        )
+        return 1
+    return engine_main(argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "up":
+        from kvern_cli.up import up
+
+        return up(args)
+    if args.command == "validate":
+        from kvern_cli.validate import validate
+
+        return validate(args.files)
+    if args.command == "down":
+        from kvern_cli.status import down
+
+        return down(args)
+    from kvern_cli.status import status
+
+    return status(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from kvern_operator import __version__
+
+    engine = "\n".join(f"  {name:<10} {text}" for name, text in ENGINE_COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="kvern",
+        description="Serve language models: one InferenceService, on this machine or in a cluster.",
+        epilog=f"commands of the engine (pip install 'kvern[engine]'):\n{engine}\n\nkvern COMMAND --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvern {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    _add_up(commands)
+    validate = commands.add_parser("validate", help="check manifests and print every error", description="Check files.")
+    validate.add_argument("files", nargs="+", metavar="FILE", help="YAML file with one InferenceService")
+    status = commands.add_parser("status", help="what runs on this machine, as kubectl would say it")
+    status.add_argument("name", nargs="?", metavar="NAME", help="one service, with conditions and replicas")
+    status.add_argument("-n", "--namespace", help="namespace of the service (default: any)")
+    status.add_argument("-o", "--output", choices=["wide", "yaml", "json"], help="another form")
+    down = commands.add_parser("down", help="stop a service that kvern up runs in another terminal")
+    down.add_argument("name", nargs="?", metavar="NAME", help="which service; needed where several run")
+    down.add_argument("-n", "--namespace", help="namespace of the service (default: any)")
+    return parser
+
+
+def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    up = commands.add_parser(
+        "up",
+        help="run an InferenceService on this machine",
+        description="Run an InferenceService on this machine: the operator's own reconcile, with processes for pods. "
+        "A changed FILE is carried out at once. Ctrl-C drains and stops; twice, stops now.",
+    )
+    up.add_argument("file", metavar="FILE", help="YAML file with one InferenceService")
+    up.add_argument("--ask", metavar="TEXT", help="ask once the service answers, print the answer, stop")
+    up.add_argument("--port", type=_port, help="port of the service on 127.0.0.1 (default: 8000, or a free one)")
+    up.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=None,
+        metavar="SECONDS",
+        help="give up where the service does not answer in time (default: 600 with --ask, else never)",
+    )
+    up.add_argument(
+        "--claim",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a folder that stands for a PersistentVolumeClaim (pvc:// models, cache.claimName)",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 1 to 65535, or 0 for a free one")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,100 @@
+"""What `kvern up` shows while it works: on a terminal a small live table, elsewhere a line a change. Decides nothing."""
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pod. `state`: ready | busy | trouble."""
+
+    name: str
+    text: str
+    seconds: float
+    state: str
+
+
+class PlainView:
+    """A line a change, with the seconds since the start. Changes of a percentage alone are not shown."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._start = time.monotonic()
+        self._shown: dict[str, str] = {}
+
+    def __enter__(self) -> "PlainView":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, rows: Sequence[Row]) -> None:
+        """Show the present state of the pods."""
+        for row in rows:
+            key = re.sub(r"\d+(\.\d+)? ?%|\d+ in flight", "", row.text)
+            if self._shown.get(row.name) != key:
+                self._shown[row.name] = key
+                self.say(f"{row.name}: {row.text}")
+        for gone in self._shown.keys() - {row.name for row in rows}:
+            del self._shown[gone]
+            self.say(f"{gone}: stopped")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        print(f"[{time.monotonic() - self._start:6.1f} s] {text}", file=self._stream, flush=True)
+
+
+class RichView:
+    """A live table, a row a pod, with what it does and for how long; lines that stay go above it."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(stderr=True, highlight=False)
+        self._live = Live(console=self._console, refresh_per_second=10, transient=True)
+        self._open = False
+        self._spinners: dict[str, Any] = {}
+
+    def __enter__(self) -> "RichView":
+        self._live.start()
+        self._open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+        self._open = False
+
+    def update(self, rows: Sequence[Row]) -> None:
+        """Show the present state of the pods."""
+        from rich.spinner import Spinner
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 1))
+        table.add_column(width=1)
+        table.add_column(no_wrap=True)
+        table.add_column(justify="right", no_wrap=True, style="dim")
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        signs = {"ready": Text("✓", "green"), "trouble": Text("✗", "red")}
+        for row in rows:
+            sign = signs.get(row.state) or self._spinners.setdefault(row.name, Spinner("dots", style="cyan"))
+            style = {"ready": "green", "trouble": "red"}.get(row.state, "")
+            table.add_row(sign, row.name, f"{row.seconds:.1f} s", Text(row.text, style))
+        self._live.update(table)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+View = PlainView | RichView
+
+
+def make_view() -> View:
+    """Rich where standard error is a terminal, plain elsewhere."""
+    return RichView() if sys.stderr.isatty() else PlainView()
