@@ -14,6 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,6 @@ class Metrics:
         self._slots = Slots(folder, index, num_servers, self._size)
         self._own = self._slots.own
         self._own[self._in_flight] = 0.0  # a process that comes back has nothing in flight
-        self._registry = CollectorRegistry(auto_describe=True)
-        self._registry.register(self)
 
     # Definition
 
@@ -222,6 +221,10 @@ class Metrics:
             ("status", "method", "handler"),
             [(s, m, h) for s in STATUSES for m in METHODS for h in every],
         )
+        # Those of the busiest paths are there from the start, so that a rate sees their first increase.
+        self._http_shown = {
+            (s, "POST", h) for s in ("2xx", "4xx", "5xx") for h in handlers if h.endswith("completions")
+        }
         self._http_seconds = self._histogram(
             "http_request_duration_seconds",
             "Time of an HTTP request, streams to their end.",
@@ -306,6 +309,13 @@ class Metrics:
 
     # Exposition
 
+    @cached_property
+    def _registry(self) -> CollectorRegistry:
+        # It collects once when it registers, for the names: so not before what `view` reads exists.
+        registry = CollectorRegistry(auto_describe=True)
+        registry.register(self)
+        return registry
+
     def render(self, names: Sequence[str] = (), accept: str = "") -> tuple[bytes, str]:
         """The exposition and its content type; `names` filters by sample name, as prometheus_client's `name[]` does."""
         encoder, content_type = choose_encoder(accept)
@@ -330,7 +340,7 @@ class Metrics:
         for labels, slot in series.start.items():
             value = sum(s[slot] for s in sources)
             # Thousands of combinations of status, method and path are possible: those not seen are left out.
-            if value or series is not self._http:
+            if value or series is not self._http or labels in self._http_shown:
                 family.add_metric(labels, value)
         return family
 

@@ -84,7 +84,7 @@ def create_app(state: ServerState) -> App:
         return page
 
     app.openapi = openapi  # type: ignore[method-assign]
-    return Gateway(app, keys, state.metrics)
+    return Gateway(app, keys, state.metrics, handlers=frozenset(HANDLERS))
 
 
 def _add_small_routes(app: FastAPI, state: ServerState) -> None:
@@ -95,7 +95,8 @@ def _add_small_routes(app: FastAPI, state: ServerState) -> None:
     app.add_api_route("/v1/models/{model:path}", info.model, methods=["GET"], summary="One served model")
     app.add_api_route("/health", info.health, methods=["GET"], summary="503 when no engine lives")
     app.add_api_route("/ready", info.ready, methods=["GET"], summary="503 while loading, draining or dead")
-    app.add_api_route("/ping", info.ping, methods=["GET", "POST"], summary="As /health")
+    app.add_api_route("/ping", info.ping, methods=["GET"], summary="As /health")
+    app.add_api_route("/ping", info.ping, methods=["POST"], summary="As /health", operation_id="ping_post")
     app.add_api_route("/version", info.version, methods=["GET"], summary="The version of Kvern")
     app.add_api_route("/metrics", info.metrics, methods=["GET"], summary="Prometheus metrics")
 
