@@ -5,6 +5,7 @@ import errno
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 _BACKLOG = 4096
 
@@ -17,10 +18,16 @@ def _holder(port: int) -> str:
     """' (by NAME, pid N)' of who listens on `port`, or '' where the system does not tell."""
     import psutil
 
+    def listens(connections: list[Any]) -> list[Any]:
+        return [c for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port]
+
     with contextlib.suppress(psutil.Error, OSError):
-        for conn in psutil.net_connections(kind="tcp"):
-            if conn.status == psutil.CONN_LISTEN and conn.laddr and conn.laddr.port == port and conn.pid:
-                return f" (by {psutil.Process(conn.pid).name()}, pid {conn.pid})"
+        pids = [c.pid for c in listens(psutil.net_connections(kind="tcp")) if c.pid]
+        process = psutil.Process(pids[0]) if pids else None
+        # A child may have inherited the socket: the one to stop is its parent.
+        while process and (parent := process.parent()) and listens(parent.net_connections(kind="tcp")):
+            process = parent
+        return f" (by {process.name()}, pid {process.pid})" if process else ""
     return ""
 
 

@@ -78,7 +78,7 @@ class Serve:
 
     def __init__(self, tmp: Path, *flags: str, ready: bool = True) -> None:
         command = [sys.executable, "-m", "kvern_engine.cli", "serve", str(TINY), "--served-model-name", "tiny"]
-        command += ["--device", "sim", "--port", "0", "--num-gpu-blocks-override", "4096", *flags]
+        command += ["--device", "sim", "--port", "0", *flags]
         env = {**os.environ, "TMPDIR": str(tmp), "OMP_NUM_THREADS": "1"}
         self.tmp = tmp
         self.log: list[str] = []

@@ -137,8 +137,10 @@ def test_what_cannot_start_says_so_in_one_line(serve, flags, words):
 
 
 def test_a_pool_too_small_is_told_in_the_workers_words(serve):
-    server = serve("--num-gpu-blocks-override", "2", "--max-model-len", "512", ready=False)
+    server = serve("--kv-cache-memory-bytes", "4194304", "--max-model-len", "512", ready=False)
     assert server.wait(30) == 1
     assert "To serve at least one request with the model's max seq len" in server.text()
     assert "Traceback" not in server.text()
-    assert "32" in server.text().splitlines()[-1], "the longest feasible length: two blocks of 16"
+    assert "32" in server.text().splitlines()[-1], (
+        "the longest feasible length: two blocks of 16, 131,072 bytes a token"
+    )
