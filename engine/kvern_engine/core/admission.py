@@ -13,7 +13,7 @@ from kvern_engine.core.limits import SchedulerConfig
 from kvern_engine.core.sequence import Sequence, State
 from kvern_engine.core.state import Books, Draft
 
-_WINDOW = 32  # sequences of the queue looked at in one step, beyond those admitted
+_WINDOW = 16  # sequences of the queue looked at in one step, beyond those admitted
 
 
 def share_budget(wanted: list[int], budget: int, contested: bool) -> list[int]:

@@ -1,48 +1,18 @@
-"""The sizes that bound a scheduler, with the defaults that depend on the device filled in.
+"""The sizes that bound a scheduler.
 
-`EngineConfig` says what the user asked for (None: choose for me); a `SchedulerConfig` says what holds.
+`EngineConfig` says what the user asked for (None: choose for me) and the worker what its tables were made for; a
+`SchedulerConfig` says what holds.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from kvern_engine.config import EngineConfig
-
-CPU_BATCH = (64, 2048)  # sequences, tokens
-GPU_BATCH = (256, 8192)
-LARGE_GPU_BATCH = (1024, 8192)
+from kvern_engine.core.plan import WorkerReady
 
 # Where the chunk governor aims, a little under what is promised (3x on a CPU, 2x on a GPU): steps are not all equal.
 CPU_ITL_FACTOR = 2.6
 GPU_ITL_FACTOR = 1.8
-
-
-def resolve_batch_limits(config: EngineConfig, device: str) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens) for a device ("cpu", "sim", "cuda", or a name such as "NVIDIA H200").
-
-    What the config does not say follows from the device and from what it does say. Raises ValueError where both are
-    given and contradict each other.
-    """
-    name = device.lower()
-    if name.startswith("cpu"):
-        seqs, tokens = CPU_BATCH
-    elif name.startswith("sim") or "h100" in name or "h200" in name:
-        seqs, tokens = LARGE_GPU_BATCH
-    else:
-        seqs, tokens = GPU_BATCH
-    if config.max_num_batched_tokens is not None:
-        tokens = config.max_num_batched_tokens
-        seqs = min(seqs, tokens)
-    if config.max_num_seqs is not None:
-        seqs = config.max_num_seqs
-        if config.max_num_batched_tokens is None:
-            tokens = max(tokens, seqs)
-    if tokens < seqs:
-        raise ValueError(
-            f"max_num_batched_tokens must be at least max_num_seqs, so that every sequence can decode in each step; "
-            f"got {tokens} tokens for {seqs} sequences"
-        )
-    return seqs, tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +50,15 @@ class SchedulerConfig:
             )
 
     @classmethod
-    def from_engine(cls, config: EngineConfig, max_model_len: int, device: str) -> "SchedulerConfig":
-        """The config of an engine whose worker reported `max_model_len` and `device` (see `resolve_batch_limits`)."""
-        seqs, tokens = resolve_batch_limits(config, device)
+    def from_engine(cls, config: EngineConfig, ready: WorkerReady) -> "SchedulerConfig":
+        """The config of an engine over this worker: its limits hold, whatever they were chosen from."""
         return cls(
-            max_num_seqs=seqs,
-            max_num_batched_tokens=tokens,
-            max_model_len=max_model_len,
+            max_num_seqs=min(ready.max_num_seqs, ready.max_num_batched_tokens),
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+            max_model_len=ready.max_model_len,
             enable_chunked_prefill=config.enable_chunked_prefill,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=config.scheduling_policy,
-            itl_factor=CPU_ITL_FACTOR if device.lower().startswith("cpu") else GPU_ITL_FACTOR,
+            itl_factor=CPU_ITL_FACTOR if ready.device.startswith("cpu") else GPU_ITL_FACTOR,
             seed=config.seed,
         )

@@ -92,7 +92,7 @@ class EngineCore:
         With several engines each but the first records its plans in a file of its own (`<path>.<engine>`).
         """
         pool = BlockPool(ready.num_blocks, ready.block_size, config.enable_prefix_caching)
-        limits = SchedulerConfig.from_engine(config, ready.max_model_len, ready.device)
+        limits = SchedulerConfig.from_engine(config, ready)
         record = config.record_step_plans
         return cls(
             engine,
