@@ -1,7 +1,9 @@
 """Grouped-query attention over the paged KV cache: splits the merged projection and calls the kernels."""
 
-from kvern_kernels import AttentionMetadata, paged_attention, rope_and_cache
+import torch
 from torch import Tensor
+
+from kvern_kernels import AttentionMetadata, paged_attention, rope_and_cache
 
 
 class Attention:
@@ -18,6 +20,6 @@ class Attention:
         """`qkv` [T, (Hq + 2 Hkv) * D], `positions` [T] int64, `cos_sin` [max_positions, D] float32, `kv` [2, Hkv, N,
         bs, D] (K and V of this step are written to it) -> [T, Hq * D]."""
         tokens = qkv.shape[0]
-        q, k, v = qkv.view(tokens, -1, self.head_dim).split(self._split, dim=1)
+        q, k, v = torch.split(qkv.view(tokens, -1, self.head_dim), self._split, dim=1)
         q = rope_and_cache(q, k, v, cos_sin, positions, kv, meta.slots)
         return paged_attention(q, kv, meta, self.scale).view(tokens, -1)

@@ -14,11 +14,11 @@ _WIDE = 1.5  # outputs over inputs from which the second layout pays
 
 
 def _can_pack() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 class Linear:
-    """A linear layer. `weight` [out_features, in_features], `bias` [out_features] or None; uninitialized until loaded."""
+    """A linear layer. `weight` [out_features, in_features], `bias` [out_features] or None; filled by the loader."""
 
     __slots__ = ("_packed", "_transposed", "bias", "in_features", "out_features", "weight")
 
@@ -48,7 +48,8 @@ class Linear:
             if self.bias is None:
                 return torch.mm(x, self._transposed)
             return torch.addmm(self.bias, x, self._transposed)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return out
 
     def add_cpu_layouts(self) -> None:
         """Keep the loaded weights in the two layouts that a CPU multiplies fastest, in place of `weight`, where that

@@ -1,8 +1,9 @@
 """RMSNorm (Zhang and Sennrich, arXiv 1910.07467), fused with the residual addition before it."""
 
 import torch
-from kvern_kernels import add_rms_norm, rms_norm
 from torch import Tensor
+
+from kvern_kernels import add_rms_norm, rms_norm
 
 
 class RMSNorm:

@@ -16,7 +16,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | N
     """Rotation a position of each of the head_dim/2 pairs, float64.
 
     `linear` divides all by `factor` (Chen et al., arXiv 2306.15595). `llama3` divides wavelengths beyond the original
-    context by `factor`, leaves short ones alone and blends between (Llama 3.1's model card). Raises ValueError for others.
+    context by `factor`, leaves short ones alone and blends between (Llama 3.1's model card). Raises ValueError for
+    others.
     """
     freqs = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     kind = (scaling or {}).get("rope_type", "default")
@@ -38,5 +39,7 @@ def cos_sin_table(
     head_dim: int, max_positions: int, theta: float, scaling: dict[str, Any] | None, device: torch.device
 ) -> Tensor:
     """[max_positions, head_dim] float32: cos of the head_dim/2 angles of a position, then sin."""
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), inverse_frequencies(head_dim, theta, scaling))
+    angles = torch.outer(
+        torch.arange(max_positions, dtype=torch.float64), inverse_frequencies(head_dim, theta, scaling)
+    )
     return torch.cat([angles.cos(), angles.sin()], dim=-1).to(device, torch.float32)

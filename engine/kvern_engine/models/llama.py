@@ -8,7 +8,6 @@ at batch 1 on a GPU or a small model on a CPU, the time between kernels counts.
 from collections.abc import Sequence
 
 import torch
-from kvern_kernels import AttentionMetadata, silu_and_mul
 from torch import Tensor
 
 from kvern_engine.layers.attention import Attention
@@ -17,6 +16,7 @@ from kvern_engine.layers.linear import Linear
 from kvern_engine.layers.norm import RMSNorm
 from kvern_engine.layers.rotary import cos_sin_table
 from kvern_engine.model_config import ModelConfig
+from kvern_kernels import AttentionMetadata, silu_and_mul
 
 
 class LlamaAttention:
@@ -153,9 +153,9 @@ class LlamaForCausalLM:
 def _parts(prefix: str, layer: Linear, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Tensor]:
     """The rows of each of `names` within a merged layer, weights and biases."""
     found = {}
-    for name, weight in zip(names, layer.weight.split(list(sizes)), strict=True):
+    for name, weight in zip(names, torch.split(layer.weight, list(sizes)), strict=True):
         found[f"{prefix}{name}.weight"] = weight
     if layer.bias is not None:
-        for name, bias in zip(names, layer.bias.split(list(sizes)), strict=True):
+        for name, bias in zip(names, torch.split(layer.bias, list(sizes)), strict=True):
             found[f"{prefix}{name}.bias"] = bias
     return found

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from kvern_kernels import AttentionMetadata
 from torch import Tensor
 
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.llama import LlamaForCausalLM
+from kvern_kernels import AttentionMetadata
 
 
 class CausalLM(Protocol):

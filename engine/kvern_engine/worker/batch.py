@@ -8,15 +8,13 @@ ordered decodes first.
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from kvern_kernels import AttentionMetadata
 from torch import Tensor
 
 from kvern_engine.core.plan import StepPlan
 from kvern_engine.worker.rng import uniform
 from kvern_engine.worker.staging import Staging
 from kvern_engine.worker.tables import Feature, RowTables
-
+from kvern_kernels import AttentionMetadata
 
 
 @dataclass
@@ -41,9 +39,9 @@ class SamplingBatch:
 
 @dataclass
 class StepBatch:
-    """What a step computes: T tokens of R rows. `rows` [R], `starts` [R], `counts` [R] and `query_start` [R+1] are numpy
-    int64 in batch order; `token_ids` [T] int32 and `positions` [T] int64 are on the device. `sampling` is None where no
-    row samples."""
+    """What a step computes: T tokens of R rows. `rows` [R], `starts` [R], `counts` [R] and `query_start` [R+1] are
+    numpy int64 in batch order; `token_ids` [T] int32 and `positions` [T] int64 are on the device. `sampling` is None
+    where no row samples."""
 
     rows: np.ndarray
     starts: np.ndarray

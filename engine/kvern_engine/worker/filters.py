@@ -22,10 +22,10 @@ def apply_penalties(
 ) -> Tensor:
     """Penalties as OpenAI and vLLM define them.
 
-    `scores` [n, V] float32; `tokens` [n, L] int32, of which the first `lengths` [n] count and the first `num_prompt` [n]
-    of those are the prompt; the penalties are [n] float32. Repetition (Keskar et al., arXiv 1909.05858) divides positive
-    and multiplies negative scores of all tokens seen, in prompt or output; presence is subtracted once and frequency
-    once an occurrence from those in the output. Returns new scores.
+    `scores` [n, V] float32; `tokens` [n, L] int32, of which the first `lengths` [n] count and the first `num_prompt`
+    [n] of those are the prompt; the penalties are [n] float32. Repetition (Keskar et al., arXiv 1909.05858) divides
+    positive and multiplies negative scores of all tokens seen, in prompt or output; presence is subtracted once and
+    frequency once an occurrence from those in the output. Returns new scores.
     """
     rows, vocab = scores.shape
     place = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
@@ -44,8 +44,8 @@ def apply_penalties(
 
 
 def mask_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
-    """Bans tokens less likely than `min_p` [n] times the most likely one (Nguyen et al., arXiv 2407.01082); 0 bans none.
-    `scores` [n, V] -> new scores."""
+    """Bans tokens less likely than `min_p` [n] times the most likely one (Nguyen et al., arXiv 2407.01082); 0 bans
+    none. `scores` [n, V] -> new scores."""
     limit = scores.amax(dim=-1) + min_p.log()
     return scores.masked_fill(scores < limit.unsqueeze(1), float("-inf"))
 
@@ -62,8 +62,8 @@ def _largest(scores: Tensor, count: int) -> Tensor:
 
 def mask_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, largest_k: int) -> Tensor:
     """Bans all but the `top_k` [n] int64 most likely tokens, then, of the distribution over those, all but the smallest
-    set that holds `top_p` [n] of it (Holtzman et al., arXiv 1904.09751). `largest_k` is the largest of `top_k`, known to
-    the caller without a read-back. Tokens tied with the last one kept stay. `scores` [n, V] -> new scores.
+    set that holds `top_p` [n] of it (Holtzman et al., arXiv 1904.09751). `largest_k` is the largest of `top_k`, known
+    to the caller without a read-back. Tokens tied with the last one kept stay. `scores` [n, V] -> new scores.
     """
     falling = _largest(scores, largest_k)
     beyond = torch.arange(falling.shape[1], device=scores.device).unsqueeze(0) >= top_k.unsqueeze(1)
@@ -76,8 +76,8 @@ def mask_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, largest_k: in
 
 
 def draw(scores: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the distribution function of softmax(scores), in vocabulary order, passes `uniform` [n] float64
-    in [0, 1). `scores` [n, V] float32 -> [n] int64. Banned tokens (-inf) are never drawn."""
+    """The token at which the distribution function of softmax(scores), in vocabulary order, passes `uniform` [n]
+    float64 in [0, 1). `scores` [n, V] float32 -> [n] int64. Banned tokens (-inf) are never drawn."""
     cdf = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     target = uniform.unsqueeze(1) * cdf[:, -1:]
     return torch.searchsorted(cdf, target, right=True).squeeze(1).clamp_(max=scores.shape[1] - 1)

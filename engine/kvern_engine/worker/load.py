@@ -32,8 +32,8 @@ def load_weights(model: CausalLM, files: ModelFiles, report: Report) -> int:
 
 
 def random_weights(model: CausalLM, seed: int) -> int:
-    """Normal numbers for matrices, ones for norms, zeros for biases, created on the device; returns the bytes they take.
-    The same `seed` gives the same weights on the same kind of device."""
+    """Normal numbers for matrices, ones for norms, zeros for biases, created on the device; returns the bytes they
+    take. The same `seed` gives the same weights on the same kind of device."""
     generator = torch.Generator(device=model.device).manual_seed(seed)
     with torch.inference_mode():
         for name, tensor in model.destinations().items():

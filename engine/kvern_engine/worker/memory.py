@@ -1,4 +1,4 @@
-"""How large the KV cache becomes: pure arithmetic in bytes, tokens and blocks, and the one look at the machine's memory.
+"""How large the KV cache becomes: pure arithmetic in bytes, tokens and blocks, and one look at the machine's memory.
 
 The arena is taken once, at start. Too small a one is an error that names the longest sequence that would fit.
 """
@@ -82,8 +82,8 @@ def _gib(size: int) -> str:
 
 
 def cgroup_room(limits: Iterable[tuple[str, str, str]]) -> int | None:
-    """Bytes left under the tightest of cgroup v2 `limits`: the contents of memory.max, memory.current and memory.stat of
-    each level; None where nothing limits. Cached files count as free: the kernel drops them on demand."""
+    """Bytes left under the tightest of cgroup v2 `limits`: the contents of memory.max, memory.current and memory.stat
+    of each level; None where nothing limits. Cached files count as free: the kernel drops them on demand."""
     rooms = []
     for most, used, stat in limits:
         if most.strip() != "max":

@@ -20,7 +20,8 @@ class DeviceClock:
         self._begin: Any = None
         self._end: Any = None
         if self._cuda:
-            self._begin, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._begin.record()
         else:
             self._begin = time.perf_counter()
@@ -39,9 +40,9 @@ class DeviceClock:
     def wait(self) -> float:
         """Blocks until the step is over; seconds it took on the device."""
         if not self._cuda:
-            return self._end - self._begin
+            return float(self._end - self._begin)
         self._end.synchronize()
-        return self._begin.elapsed_time(self._end) / 1e3
+        return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 def to_host(tensor: Tensor) -> Tensor:

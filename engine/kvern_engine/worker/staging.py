@@ -39,7 +39,7 @@ class Staging:
         if device.type == "cpu":
             return
         self._pinned = [torch.empty(capacity, dtype=torch.uint8, pin_memory=True) for _ in range(_RING)]
-        self._done = [torch.cuda.Event() for _ in range(_RING)]
+        self._done = [torch.cuda.Event() for _ in range(_RING)]  # type: ignore[no-untyped-call]
         self._target = torch.empty(capacity, dtype=torch.uint8, device=device)
 
     def upload(self, *arrays: np.ndarray[Any, Any]) -> list[Tensor]:

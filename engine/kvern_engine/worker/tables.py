@@ -51,9 +51,9 @@ def features_of(sampling: RowSampling) -> Feature:
 class RowExtras:
     """Sampling state of one row that has no fixed size, on the device."""
 
-    bias_ids: torch.Tensor | None = None  # [n] int64
-    bias_values: torch.Tensor | None = None  # [n] float32
-    suppress_ids: torch.Tensor | None = None  # [n] int64
+    bias_ids: torch.Tensor  # [n] int64
+    bias_values: torch.Tensor  # [n] float32
+    suppress_ids: torch.Tensor  # [n] int64
 
 
 @dataclass
@@ -110,9 +110,9 @@ class RowTables:
         self.host.extras.clear()
 
     def apply(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray] | None:
-        """Applies `removed` and `added`; returns `block_edits` as (places int64, block ids int32) for `set_blocks`, which
-        follows once they have travelled with the step's other numbers. Raises ValueError where a row or a length is
-        outside the tables.
+        """Applies `removed` and `added`; returns `block_edits` as (places int64, block ids int32) for `set_blocks`,
+        which follows once they have travelled with the step's other numbers. Raises ValueError where a row or a length
+        is outside the tables.
         """
         for row in plan.removed:
             self.host.features[row] = 0
@@ -183,8 +183,8 @@ class RowTables:
         places: list[int] = []
         blocks: list[int] = []
         for row, first, ids in edits:
-            if not (0 <= row < self.max_num_seqs and 0 <= first and first + len(ids) <= width):
-                raise ValueError(f"block_edits of row {row} at {first}+{len(ids)} are outside the table of {width} blocks")
+            if not (0 <= row < self.max_num_seqs and first >= 0 and first + len(ids) <= width):
+                raise ValueError(f"block_edits of row {row}: {first}+{len(ids)} is outside its table of {width} blocks")
             start = row * width + first
             places.extend(range(start, start + len(ids)))
             blocks.extend(ids)

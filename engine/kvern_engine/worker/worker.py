@@ -139,7 +139,7 @@ class Worker:
         choice = limits.choose_dtype(self.config.dtype, self.device.type, capability)
         if choice.note:
             log.warning(choice.note)
-        return getattr(torch, choice.dtype)
+        return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[choice.dtype]
 
     def _load_model(
         self, files: ModelFiles, config: ModelConfig, dtype: torch.dtype, report: Callable[[float], None]
@@ -172,13 +172,11 @@ class Worker:
         return torch.from_numpy(pages).view(self.model.dtype).view(shape)
 
     def _profile(self) -> int:
-        """Runs the largest step there can be (on a CPU a small one, to warm up); bytes of the device in use at its peak.
+        """Runs the largest step there can be (on a CPU a small one, to warm up); bytes in use on the device at its
+        peak.
 
         All its KV goes to one block, so that no arena is needed yet.
         """
-        tokens, rows = self._most_tokens, self.step_limits.max_num_seqs
-        if self.device.type != "cuda":
-            tokens, rows = min(tokens, _WARM_UP_TOKENS), 1
         tokens, rows = self._most_tokens, self.step_limits.max_num_seqs
         if self.device.type != "cuda":
             tokens, rows = min(tokens, _WARM_UP_TOKENS), 1
