@@ -2,8 +2,9 @@
 
 Decides for prompts only; decodes have had their tokens before, and nothing here preempts anybody.
 
-*No thrashing*: a sequence is admitted only where its whole prompt fits and every running sequence can still grow by a
-block (by two, where it had been preempted); while a preempted one waits for room, nobody behind it is let in.
+*No thrashing*: a sequence is admitted only where its whole prompt fits and it and every running sequence can still grow
+by some blocks, more of them the more had to be preempted lately; while a preempted one waits for room, nobody behind it
+is let in.
 *No starvation*: those behind a sequence that does not fit may overtake it a bounded number of times, then admission
 waits for it. *Long prompts delay nobody*: the first prompt in the order gets half of the tokens where others want some;
 the other half goes to the shortest first, and what they leave goes back to the first.
@@ -40,11 +41,13 @@ def fork_deferred(books: Books, draft: Draft, budget: int) -> int:
         parent = request.prompt_holder()
         if parent is None:
             continue
-        room = books.pool.num_free - books.num_growing()
-        while request.deferred and budget and books.free_rows and room > 0:
+        blocks = books.pool.blocks_for(len(request.prompt))
+        need = 1 + books.growth(parent, blocks)  # the copy of the last block, and what each child may grow into
+        room = books.pool.num_free - books.reserve()
+        while request.deferred and budget and books.free_rows and room >= need:
             books.fork(request.deferred[0], parent, draft)
             budget -= 1
-            room -= 2  # its copy, and one to grow into
+            room -= need
     return budget
 
 
@@ -94,7 +97,7 @@ def _admit(
     `longest`: most tokens that one may still have to compute, where a long prompt is on its way already.
     """
     pool = books.pool
-    growing = books.num_growing()
+    reserve = books.reserve()
     passed: list[Sequence] = []
     only_room_lacked = True
     position = 0
@@ -112,10 +115,14 @@ def _admit(
         if not config.enable_chunked_prefill and rest > budget:
             only_room_lacked = False
             break
-        need = pool.blocks_for(len(seq.tokens)) - len(hits) + pool.num_idle(hits)
-        headroom = 2 * growing if seq.state is State.PREEMPTED else growing
+        total = pool.blocks_for(len(seq.tokens))
+        need = total - len(hits) + pool.num_idle(hits)
+        growth = books.growth(seq, total)
         short_enough = longest is None or rest <= longest
-        if not short_enough or pool.num_free - need < headroom:
+        fits = need + growth + reserve <= pool.num_free or books.num_running == 0
+        if any(other.passed_over >= config.patience for other in passed):
+            break
+        if not (short_enough and fits):
             only_room_lacked &= short_enough
             if seq.state is State.PREEMPTED or seq.passed_over >= config.patience:
                 break
@@ -123,7 +130,7 @@ def _admit(
             position += 1
             continue
         books.place(seq, hits, draft)
-        growing += seq.stop_len - 1 > len(seq.blocks) * pool.block_size
+        reserve += growth
         takes[seq] = min(rest, per_request, budget)
         budget -= takes[seq]
         books.publish(seq, seq.num_computed + takes[seq], draft.fresh)

@@ -172,6 +172,7 @@ class Scheduler:
         """The next plan, or None where nothing can be computed before another result arrives. `now` in seconds."""
         books = self._books
         books.refresh_decodes()
+        books.adapt_lookahead()
         edits = self._grow() if books.due else []
         draft = self._draft_decodes()
         draft.block_edits = edits

@@ -11,6 +11,9 @@ from kvern_engine.core.block_pool import BlockPool
 from kvern_engine.core.plan import AddedRow
 from kvern_engine.core.sequence import Request, Sequence, State
 
+_MAX_LOOKAHEAD = 4  # blocks; beyond it fewer sequences run at once, which costs more than recomputing saves
+_CALM_STEPS = 128
+
 
 def _key(seq: Sequence) -> tuple[int, int, int]:
     return seq.key
@@ -69,6 +72,9 @@ class Books:
         self.num_rows = max_num_seqs
         self.room_changed = True  # blocks were freed or prefixes published since admission last found no room
         self.preemptions = 0
+        self.lookahead = 1  # blocks that each running sequence should find free when another is let in
+        self._preemptions_seen = 0
+        self._calm_steps = 0
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
@@ -212,11 +218,28 @@ class Books:
     def num_running(self) -> int:
         return self.num_rows - len(self.free_rows)
 
-    def num_growing(self) -> int:
-        """Running sequences that will need another block if they go on to their longest."""
-        size = self.pool.block_size
+    def growth(self, seq: Sequence, blocks_held: int) -> int:
+        """Blocks to keep free for a sequence that holds `blocks_held`: what it may still need, at most `lookahead`."""
+        return min(self.pool.blocks_for(seq.stop_len - 1) - blocks_held, self.lookahead)
+
+    def reserve(self) -> int:
+        """Blocks to keep free for the running sequences to grow into."""
         running = self.decodes + self._joining + self.prefills
-        return sum(1 for s in running if s.row >= 0 and s.stop_len - 1 > len(s.blocks) * size)
+        return sum(self.growth(seq, len(seq.blocks)) for seq in running if seq.row >= 0)
+
+    def adapt_lookahead(self) -> None:
+        """Once a step: preemptions since the last one double the lookahead, a calm stretch halves it."""
+        if self.preemptions > self._preemptions_seen:
+            self._preemptions_seen = self.preemptions
+            self.lookahead = min(2 * self.lookahead, _MAX_LOOKAHEAD)
+            self._calm_steps = 0
+            return
+        self._calm_steps += 1
+        if self._calm_steps == _CALM_STEPS:
+            self._calm_steps = 0
+            if self.lookahead > 1:
+                self.lookahead //= 2
+                self.room_changed = True
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
         """Blocks of the longest cached prefix, which leaves at least one token to compute (for its logits)."""

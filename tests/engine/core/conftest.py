@@ -1,4 +1,4 @@
-"""Makes `fake_worker` importable by the tests of this folder (tests are no package)."""
+"""Makes `core_fake_worker` and `core_harness` importable by the tests of this folder (tests are no package)."""
 
 import sys
 from pathlib import Path

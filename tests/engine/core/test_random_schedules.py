@@ -8,7 +8,7 @@ import random
 from collections import defaultdict
 
 import pytest
-from fake_worker import FakeWorker, oracle
+from core_fake_worker import FakeWorker, oracle
 
 from kvern_engine.core.block_pool import BlockPool
 from kvern_engine.core.limits import SchedulerConfig
@@ -145,4 +145,4 @@ def test_random_schedules(shard: int) -> None:
         hits += stats.prefix_hits
         steps += stats.steps
     # The episodes exercise what they are meant to.
-    assert preemptions > 100 and hits > 1000 and steps > 10_000
+    assert preemptions > 30 and hits > 1000 and steps > 10_000

@@ -1,21 +1,12 @@
 """The scheduler's plans, value by value: batching, chunks, stops, prefixes, forks, aborts, statistics."""
 
 import pytest
-from fake_worker import oracle
-from harness import Engine
+from core_harness import Engine, expected
 
 from kvern_engine.core.limits import SchedulerConfig
 from kvern_engine.core.plan import StepResult
 from kvern_engine.core.sequence import choice_seed
 from kvern_engine.request import SamplingParams
-
-
-def expected(engine: Engine, name: str, index: int = 0, eos: tuple[int, ...] = ()) -> list[int]:
-    message = engine.messages[name]
-    seed = choice_seed(message.params, name, engine.config.seed, index)
-    tokens, _, _ = oracle(message, seed, engine.scheduler.max_model_len, frozenset(eos), engine.worker.vocab)
-    return tokens
-
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 from collections import defaultdict
 from typing import Any
 
-from fake_worker import FakeWorker
+from core_fake_worker import FakeWorker, oracle
 
 from kvern_engine.core.block_pool import BlockPool
 from kvern_engine.core.limits import SchedulerConfig
 from kvern_engine.core.loop import EngineCore
 from kvern_engine.core.plan import StepPlan
 from kvern_engine.core.scheduler import Scheduler
+from kvern_engine.core.sequence import choice_seed
 from kvern_engine.ipc import AddRequest, TokenOutput
 from kvern_engine.request import SamplingParams
 
@@ -83,3 +84,11 @@ class Engine:
 
     def placements(self, name: str) -> int:
         return sum(row.request_id == name for plan in self.plans for row in plan.added)
+
+
+def expected(engine: Engine, name: str, index: int = 0, eos: tuple[int, ...] = ()) -> list[int]:
+    """Tokens that the oracle says a choice must get."""
+    message = engine.messages[name]
+    seed = choice_seed(message.params, name, engine.config.seed, index)
+    tokens, _, _ = oracle(message, seed, engine.scheduler.max_model_len, frozenset(eos), engine.worker.vocab)
+    return tokens
