@@ -10,19 +10,17 @@ out of tokens; latency histograms hold requests that ended with stop or length, 
 """
 
 import mmap
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from typing import TYPE_CHECKING
 
 from kvern_engine.ipc import EngineStats
+
+if TYPE_CHECKING:
+    from kvern_engine.exposition import Exposition
 
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08)
 _TTFT = (*_SHORT, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -31,7 +29,7 @@ _E2E = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 
 _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _N = (1, 2, 5, 10, 20)
 _HTTP = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_ONE_TWO_FIVE = tuple(m * 10**e for e in range(7) for m in (1, 2, 5))
+ONE_TWO_FIVE = tuple(m * 10**e for e in range(7) for m in (1, 2, 5))
 
 Floats = MutableSequence[float]  # mapped memory: views of C doubles
 
@@ -100,6 +98,7 @@ class Series:
     start: dict[tuple[str, ...], int]
     bounds: tuple[float, ...] = ()
     replicated: bool = False  # every API server saw all of it: not summed
+    sparse: bool = False  # thousands of label sets: those never seen are left out
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,21 @@ class PodView:
     max_model_len: int | None
 
 
+@dataclass(slots=True)
+class RequestTimes:
+    """The life of one request, in `time.monotonic()` seconds and tokens; filled in as its outputs come."""
+
+    arrival: float
+    prompt_tokens: int
+    max_tokens: int
+    n: int
+    scheduled: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+    longest: int = 0
+
+
 class Metrics:
     """All metrics of one API server process. The observing methods are called from its event loop only."""
 
@@ -139,15 +153,15 @@ class Metrics:
         view: Callable[[], PodView],
     ) -> None:
         self._view = view
-        self._model = model_name
+        self.model_name = model_name
         self._size = 0
-        self._series: list[Series] = []
+        self.series: list[Series] = []
         engines = [(model_name, str(e)) for e in range(num_engines)]
         self._define_requests(engines)
         self._define_http(handlers)
         self._in_flight = self._take(1)
-        self._slots = Slots(folder, index, num_servers, self._size)
-        self._own = self._slots.own
+        self.slots = Slots(folder, index, num_servers, self._size)
+        self._own = self.slots.own
         self._own[self._in_flight] = 0.0  # a process that comes back has nothing in flight
 
     # Definition
@@ -156,9 +170,11 @@ class Metrics:
         start, self._size = self._size, self._size + count
         return start
 
-    def _counter(self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[str, ...]]) -> Series:
-        series = Series(name, help, "counter", tuple(labels), {v: self._take(1) for v in values})
-        self._series.append(series)
+    def _counter(
+        self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[str, ...]], sparse: bool = False
+    ) -> Series:
+        series = Series(name, help, "counter", tuple(labels), {v: self._take(1) for v in values}, sparse=sparse)
+        self.series.append(series)
         return series
 
     def _histogram(
@@ -169,11 +185,12 @@ class Metrics:
         values: Iterable[tuple[str, ...]],
         bounds: Sequence[float],
         replicated: bool = False,
+        sparse: bool = False,
     ) -> Series:
         # One slot a bucket, one above the last bound, one for the sum.
         start = {v: self._take(len(bounds) + 2) for v in values}
-        series = Series(name, help, "histogram", tuple(labels), start, tuple(bounds), replicated)
-        self._series.append(series)
+        series = Series(name, help, "histogram", tuple(labels), start, tuple(bounds), replicated, sparse)
+        self.series.append(series)
         return series
 
     def _define_requests(self, engines: list[tuple[str, str]]) -> None:
@@ -195,12 +212,12 @@ class Metrics:
             (*names, "position"),
             [(*e, "0") for e in engines],
         )
-        rejections = [(self._model, r) for r in REJECTIONS]
+        rejections = [(self.model_name, r) for r in REJECTIONS]
         self._rejected = self._counter(
             "vllm:admission_rejections", "Requests refused at the door.", ("model_name", "reason"), rejections
         )
         self._tokens = {
-            name: self._histogram(name, help, names, engines, _ONE_TWO_FIVE) for name, help in _TOKEN_HISTOGRAMS.items()
+            name: self._histogram(name, help, names, engines, ONE_TWO_FIVE) for name, help in _TOKEN_HISTOGRAMS.items()
         }
         self._seconds = {
             name: self._histogram(name, help, names, engines, bounds)
@@ -220,17 +237,19 @@ class Metrics:
             "HTTP requests, by status class.",
             ("status", "method", "handler"),
             [(s, m, h) for s in STATUSES for m in METHODS for h in every],
+            sparse=True,
         )
         # Those of the busiest paths are there from the start, so that a rate sees their first increase.
-        self._http_shown = {
+        self.always_shown: set[tuple[str, ...]] = {
             (s, "POST", h) for s in ("2xx", "4xx", "5xx") for h in handlers if h.endswith("completions")
         }
-        self._http_seconds = self._histogram(
+        self._http_duration = self._histogram(
             "http_request_duration_seconds",
             "Time of an HTTP request, streams to their end.",
             ("method", "handler"),
             [(m, h) for m in METHODS for h in every],
             _HTTP,
+            sparse=True,
         )
 
     # Observation
@@ -244,7 +263,7 @@ class Metrics:
         own[start + len(series.bounds) + 1] += value * count
 
     def labels(self, engine: int) -> tuple[str, str]:
-        return (self._model, str(engine))
+        return (self.model_name, str(engine))
 
     def prompt_done(self, key: tuple[str, str], prompt_tokens: int, cached_tokens: int, ttft: float) -> None:
         """A request's first token is here; `ttft` in seconds from its arrival."""
@@ -261,7 +280,7 @@ class Metrics:
                 own[start + bisect_left(bounds, gap)] += 1
             own[start + len(bounds) + 1] += sum(gaps)
 
-    def request_done(self, key: tuple[str, str], reason: str, done: "RequestTimes") -> None:
+    def request_done(self, key: tuple[str, str], reason: str, done: RequestTimes) -> None:
         """A request has ended, once; `reason` is one of FINISH_REASONS."""
         self._add(self._success, (*key, reason), 1)
         if reason not in ("stop", "length"):
@@ -283,7 +302,7 @@ class Metrics:
 
     def rejected(self, reason: str) -> None:
         """A request was refused at the door; `reason` is one of REJECTIONS."""
-        self._add(self._rejected, (self._model, reason), 1)
+        self._add(self._rejected, (self.model_name, reason), 1)
 
     def iterations(self, engine: int, tokens: Sequence[int]) -> None:
         for count in tokens:
@@ -294,7 +313,7 @@ class Metrics:
         handler = handler if handler in self._handlers else "none"
         status_class = f"{min(max(status // 100, 2), 5)}xx"
         self._add(self._http, (status_class, method, handler), 1)
-        self._observe(self._http_seconds, (method, handler), seconds)
+        self._observe(self._http_duration, (method, handler), seconds)
 
     def change_in_flight(self, change: int) -> None:
         self._own[self._in_flight] += change
@@ -305,155 +324,17 @@ class Metrics:
 
     def in_flight(self) -> int:
         """Requests in flight at all API servers of the pod."""
-        return int(sum(view[self._in_flight] for view in self._slots.all()))
+        return int(sum(view[self._in_flight] for view in self.slots.all()))
 
     # Exposition
 
     @cached_property
-    def _registry(self) -> CollectorRegistry:
-        # It collects once when it registers, for the names: so not before what `view` reads exists.
-        registry = CollectorRegistry(auto_describe=True)
-        registry.register(self)
-        return registry
+    def _exposition(self) -> "Exposition":
+        # prometheus_client takes a tenth of a second to import: not before somebody asks.
+        from kvern_engine.exposition import Exposition
+
+        return Exposition(self, self._view)
 
     def render(self, names: Sequence[str] = (), accept: str = "") -> tuple[bytes, str]:
         """The exposition and its content type; `names` filters by sample name, as prometheus_client's `name[]` does."""
-        encoder, content_type = choose_encoder(accept)
-        registry: Any = self._registry.restricted_registry(names) if names else self._registry
-        return encoder(registry), content_type
-
-    def collect(self) -> Iterator[Metric]:
-        """Called by prometheus_client at each scrape."""
-        view = self._view()
-        slots = self._slots.all()
-        for series in self._series:
-            sources = slots[:1] if series.replicated else slots
-            if series.kind == "counter":
-                yield self._collect_counter(series, sources)
-            else:
-                yield self._collect_histogram(series, sources, view.max_model_len)
-        yield from _engine_families(view, self._model)
-        yield from _pod_families(view, self._model, self.in_flight())
-
-    def _collect_counter(self, series: Series, sources: list[Floats]) -> Metric:
-        family = CounterMetricFamily(series.name, series.help, labels=series.labels)
-        for labels, slot in series.start.items():
-            value = sum(s[slot] for s in sources)
-            # Thousands of combinations of status, method and path are possible: those not seen are left out.
-            if value or series is not self._http or labels in self._http_shown:
-                family.add_metric(labels, value)
-        return family
-
-    def _collect_histogram(self, series: Series, sources: list[Floats], max_model_len: int | None) -> Metric:
-        family = HistogramMetricFamily(series.name, series.help, labels=series.labels)
-        bounds = series.bounds
-        shown = bounds
-        if bounds is _ONE_TWO_FIVE and max_model_len:
-            shown = tuple(b for b in bounds if b <= max_model_len)
-        for labels, start in series.start.items():
-            counts = [sum(s[start + i] for s in sources) for i in range(len(bounds) + 1)]
-            if series is self._http_seconds and not any(counts):
-                continue
-            buckets, below = [], 0.0
-            for bound, count in zip(bounds, counts, strict=False):
-                below += count
-                if bound in shown:
-                    buckets.append((str(float(bound)), below))
-            buckets.append(("+Inf", below + counts[-1]))
-            family.add_metric(labels, buckets, sum(s[start + len(bounds) + 1] for s in sources))
-        return family
-
-
-@dataclass(slots=True)
-class RequestTimes:
-    """The life of one request, in `time.monotonic()` seconds and tokens; filled in as its outputs come."""
-
-    arrival: float
-    prompt_tokens: int
-    max_tokens: int
-    n: int
-    scheduled: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-    tokens: int = 0
-    longest: int = 0
-
-
-_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("vllm:num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
-    ("vllm:num_requests_waiting", "Requests waiting to be scheduled.", lambda s: s.num_waiting),
-    ("vllm:kv_cache_usage_perc", "KV blocks neither free nor evictable (0..1).", lambda s: s.kv_cache_usage),
-    ("kvern:kv_waste_ratio", "Share of the slots in used blocks that hold no token (0..1).", lambda s: s.kv_waste),
-)
-_ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
-    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
-    ("vllm:num_preemptions", "Requests preempted.", lambda s: s.preemptions),
-    ("kvern:steps", "Steps run.", lambda s: s.steps),
-    ("kvern:step_tokens", "Tokens computed by all steps.", lambda s: s.step_tokens),
-)
-
-
-def _engine_families(view: PodView, model: str) -> Iterator[Metric]:
-    names = ("model_name", "engine")
-    engines = [((model, str(e.engine)), e) for e in view.engines]
-    for name, help, read in _ENGINE_GAUGES:
-        gauge = GaugeMetricFamily(name, help, labels=names)
-        for key, e in engines:
-            gauge.add_metric(key, read(e.stats))
-        yield gauge
-    for name, help, read in _ENGINE_COUNTERS:
-        counter = CounterMetricFamily(name, help, labels=names)
-        for key, e in engines:
-            counter.add_metric(key, read(e.stats))
-        yield counter
-    waiting = GaugeMetricFamily(
-        "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason.", labels=(*names, "reason")
-    )
-    blocks = GaugeMetricFamily("kvern:blocks", "KV blocks.", labels=(*names, "state"))
-    seconds = CounterMetricFamily(
-        "kvern:step_seconds", "Seconds spent, by phase of the loop.", labels=(*names, "phase")
-    )
-    age = GaugeMetricFamily("kvern:heartbeat_age_seconds", "Since the engine's last turn of its loop.", labels=names)
-    up = GaugeMetricFamily("kvern:engine_up", "1 where the engine takes requests.", labels=names)
-    now = time.monotonic()
-    for key, e in engines:
-        stats = e.stats
-        waiting.add_metric((*key, "capacity"), max(0, stats.num_waiting - stats.num_waiting_deferred))
-        waiting.add_metric((*key, "deferred"), stats.num_waiting_deferred)
-        for state, count in (("total", e.num_blocks), ("free", stats.blocks_free), ("cached", stats.blocks_cached)):
-            blocks.add_metric((*key, state), count)
-        for phase in dict.fromkeys((*PHASES, *stats.step_seconds)):
-            seconds.add_metric((*key, phase), stats.step_seconds.get(phase, 0.0))
-        age.add_metric(key, max(0.0, now - stats.heartbeat) if stats.heartbeat else 0.0)
-        up.add_metric(key, 1.0 if e.state == "ready" else 0.0)
-    yield from (waiting, blocks, seconds, age, up)
-
-
-def _pod_families(view: PodView, model: str, in_flight: int) -> Iterator[Metric]:
-    label = sorted({*view.cache_config, "block_size", "num_gpu_blocks"})
-    info = GaugeMetricFamily(
-        "vllm:cache_config_info", "The cache's configuration.", labels=("model_name", "engine", *label)
-    )
-    for e in view.engines:
-        config = {**view.cache_config, "block_size": str(e.block_size), "num_gpu_blocks": str(e.num_blocks)}
-        if e.num_blocks:
-            info.add_metric((model, str(e.engine), *(config[k] for k in label)), 1.0)
-    yield info
-    lora = GaugeMetricFamily(
-        "vllm:lora_requests_info",
-        "Adapters in use; the value is the time of the report.",
-        labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-    )
-    lora.add_metric(("0", "", ""), time.time())
-    yield lora
-    layout = GaugeMetricFamily("kvern:layout", "Engines, devices a layer, stages.", labels=("model_name", "dimension"))
-    for dimension, size in view.layout.items():
-        layout.add_metric((model, dimension), size)
-    yield layout
-    draining = GaugeMetricFamily("kvern:draining", "1 while new requests are refused.", labels=("model_name",))
-    draining.add_metric((model,), 1.0 if view.draining else 0.0)
-    yield draining
-    flight = GaugeMetricFamily("kvern:requests_in_flight", "Requests at all API servers.", labels=("model_name",))
-    flight.add_metric((model,), in_flight)
-    yield flight
+        return self._exposition.render(names, accept)

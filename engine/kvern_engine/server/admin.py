@@ -2,18 +2,19 @@
 
 from typing import Annotated, Any
 
-from fastapi import FastAPI
 from pydantic import Field
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from kvern_engine.server.asgi import check_json_type, read_body
 from kvern_engine.server.auth import BearerKeys
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.gateway import App, Gateway
 from kvern_engine.server.models import json_response
-from kvern_engine.server.openapi import add_error_handlers
-from kvern_engine.server.protocol import Body, Int, parse_body
+from kvern_engine.server.openapi import error_handlers
+from kvern_engine.server.protocol import WHOLE, Body, parse_body
 from kvern_engine.server.state import ServerState
 
 _BODY_LIMIT = 65_536
@@ -22,8 +23,8 @@ _BODY_LIMIT = 65_536
 class LayoutRequest(Body):
     """`POST /admin/layout`: the tensor-parallel size wanted, and the asker's generation."""
 
-    tensor: Annotated[Int, Field(ge=1, le=1024)]
-    generation: Annotated[Int, Field(ge=0, le=2**63 - 1)]
+    tensor: Annotated[int, Field(ge=1, le=1024), WHOLE]
+    generation: Annotated[int, Field(ge=0, le=2**63 - 1), WHOLE]
 
 
 class AdminEndpoints:
@@ -38,15 +39,15 @@ class AdminEndpoints:
             "in_flight": self._state.metrics.in_flight(),
         }
 
-    async def drain_state(self) -> Response:
+    async def drain_state(self, request: Request) -> Response:
         return json_response(self._drain())
 
-    async def drain(self) -> Response:
+    async def drain(self, request: Request) -> Response:
         """New requests get 503 from now on; what runs goes on. Reversible; the process never exits because of it."""
         self._state.lifecycle.drain_flag.set()
         return json_response(self._drain())
 
-    async def undrain(self) -> Response:
+    async def undrain(self, request: Request) -> Response:
         self._state.lifecycle.drain_flag.clear()
         return json_response(self._drain())
 
@@ -66,7 +67,7 @@ class AdminEndpoints:
             "feasible": [{"size": size, "kvTokens": tokens}] if engines else [],
         }
 
-    async def layout(self) -> Response:
+    async def layout(self, request: Request) -> Response:
         return json_response(self._layout())
 
     async def change_layout(self, request: Request) -> Response:
@@ -94,12 +95,13 @@ class AdminEndpoints:
 
 def create_admin_app(state: ServerState, token: str) -> App:
     """The ASGI app of the admin port; every path needs `token` as its bearer token."""
-    app = FastAPI(title="Kvern admin", version=state.version, openapi_url=None, docs_url=None, redoc_url=None)
-    add_error_handlers(app)
     endpoints = AdminEndpoints(state)
-    app.add_api_route("/admin/drain", endpoints.drain_state, methods=["GET"])
-    app.add_api_route("/admin/drain", endpoints.drain, methods=["POST"])
-    app.add_api_route("/admin/drain", endpoints.undrain, methods=["DELETE"])
-    app.add_api_route("/admin/layout", endpoints.layout, methods=["GET"])
-    app.add_api_route("/admin/layout", endpoints.change_layout, methods=["POST"])
+    routes = [
+        Route("/admin/drain", endpoints.drain_state, methods=["GET"]),
+        Route("/admin/drain", endpoints.drain, methods=["POST"]),
+        Route("/admin/drain", endpoints.undrain, methods=["DELETE"]),
+        Route("/admin/layout", endpoints.layout, methods=["GET"]),
+        Route("/admin/layout", endpoints.change_layout, methods=["POST"]),
+    ]
+    app = Starlette(routes=routes, exception_handlers=error_handlers(routes))
     return Gateway(app, BearerKeys([token]), None, open_paths=frozenset())

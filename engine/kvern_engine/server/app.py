@@ -1,14 +1,14 @@
 """The public app: OpenAI's endpoints and the server's own, behind one gateway.
 
-FastAPI routes and documents them; the two that generate are plain ASGI underneath (`generate.py`).
+Starlette routes them; the two that generate are plain ASGI underneath (`generate.py`).
 """
 
 import os
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from kvern_engine.server.auth import BearerKeys
@@ -17,8 +17,8 @@ from kvern_engine.server.completions import plan_completion
 from kvern_engine.server.errors import not_served_yet
 from kvern_engine.server.gateway import App, Gateway
 from kvern_engine.server.generate import GenerateEndpoint
-from kvern_engine.server.models import InfoEndpoints
-from kvern_engine.server.openapi import add_error_handlers, build_page
+from kvern_engine.server.models import InfoEndpoints, json_response
+from kvern_engine.server.openapi import build_page, docs_html, error_handlers
 from kvern_engine.server.protocol import ChatRequest, CompletionRequest
 from kvern_engine.server.state import ServerState
 from kvern_engine.server.tokenize import TokenizeEndpoints
@@ -53,59 +53,60 @@ def api_keys(configured: list[str]) -> list[str]:
 def create_app(state: ServerState) -> App:
     """The ASGI app of the public port."""
     keys = BearerKeys(api_keys(state.config.api_key))
-    app = FastAPI(
-        title="Kvern",
-        version=state.version,
-        description="OpenAI-compatible inference server. Errors are `{error: {message, type, param, code}}`.",
-    )
-    add_error_handlers(app)
-    app.router.routes.append(
-        Route(
-            "/v1/chat/completions",
-            GenerateEndpoint(state, ChatRequest, "chatcmpl", plan_chat),
-            methods=["POST"],
-            include_in_schema=False,
-        )
-    )
-    app.router.routes.append(
-        Route(
-            "/v1/completions",
-            GenerateEndpoint(state, CompletionRequest, "cmpl", plan_completion),
-            methods=["POST"],
-            include_in_schema=False,
-        )
-    )
-    _add_small_routes(app, state)
     page: dict[str, Any] = {}
 
-    def openapi() -> dict[str, Any]:
+    def built() -> dict[str, Any]:
         if not page:
-            page.update(build_page(app, keys.required))
+            page.update(build_page(state.version, keys.required))
         return page
 
-    app.openapi = openapi  # type: ignore[method-assign]
+    async def openapi(request: Request) -> Response:
+        return json_response(built())
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(docs_html(built()))
+
+    routes = [
+        *_generating_routes(state),
+        *_small_routes(state),
+        *_later_routes(),
+        Route("/openapi.json", openapi),
+        Route("/docs", docs),
+    ]
+    app = Starlette(routes=routes, exception_handlers=error_handlers(routes))
     return Gateway(app, keys, state.metrics, handlers=frozenset(HANDLERS))
 
 
-def _add_small_routes(app: FastAPI, state: ServerState) -> None:
-    tokens, info = TokenizeEndpoints(state), InfoEndpoints(state)
-    app.add_api_route("/tokenize", tokens.tokenize, methods=["POST"], include_in_schema=False)
-    app.add_api_route("/detokenize", tokens.detokenize, methods=["POST"], include_in_schema=False)
-    app.add_api_route("/v1/models", info.models, methods=["GET"], summary="The served models")
-    app.add_api_route("/v1/models/{model:path}", info.model, methods=["GET"], summary="One served model")
-    app.add_api_route("/health", info.health, methods=["GET"], summary="503 when no engine lives")
-    app.add_api_route("/ready", info.ready, methods=["GET"], summary="503 while loading, draining or dead")
-    app.add_api_route("/ping", info.ping, methods=["GET"], summary="As /health")
-    app.add_api_route("/ping", info.ping, methods=["POST"], summary="As /health", operation_id="ping_post")
-    app.add_api_route("/version", info.version, methods=["GET"], summary="The version of Kvern")
-    app.add_api_route("/metrics", info.metrics, methods=["GET"], summary="Prometheus metrics")
+def _generating_routes(state: ServerState) -> list[Route]:
+    return [
+        Route("/v1/chat/completions", GenerateEndpoint(state, ChatRequest, "chatcmpl", plan_chat), methods=["POST"]),
+        Route("/v1/completions", GenerateEndpoint(state, CompletionRequest, "cmpl", plan_completion), methods=["POST"]),
+    ]
 
+
+def _small_routes(state: ServerState) -> list[Route]:
+    tokens, info = TokenizeEndpoints(state), InfoEndpoints(state)
+    return [
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/v1/models", info.models),
+        Route("/v1/models/{model:path}", info.model),
+        Route("/health", info.health),
+        Route("/ready", info.ready),
+        Route("/ping", info.health, methods=["GET", "POST"]),
+        Route("/version", info.version),
+        Route("/metrics", info.metrics),
+    ]
+
+
+def _later_routes() -> list[Route]:
     def later(what: str, instead: str) -> Any:
         async def refuse(request: Request) -> Response:
             raise not_served_yet(what, None, instead)
 
         return refuse
 
-    for path, (what, instead) in _LATER.items():
-        methods = ["GET", "POST", "DELETE"] if "rest" in path else ["POST"]
-        app.router.routes.append(Route(path, later(what, instead), methods=methods, include_in_schema=False))
+    return [
+        Route(path, later(what, instead), methods=["GET", "POST", "DELETE"] if "rest" in path else ["POST"])
+        for path, (what, instead) in _LATER.items()
+    ]

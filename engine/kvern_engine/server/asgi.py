@@ -1,4 +1,4 @@
-"""The little HTTP that the generating endpoints need below FastAPI: bodies with a limit, JSON answers, event streams.
+"""The little HTTP that the generating endpoints need below Starlette: bodies with a limit, JSON answers, event streams.
 
 These endpoints are plain ASGI: a stream of tokens passes through as few layers as possible.
 """

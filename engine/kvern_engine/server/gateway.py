@@ -2,6 +2,8 @@
 metrics and the access log (which never holds content, queries or keys).
 """
 
+import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -22,7 +24,9 @@ access = logging.getLogger("kvern_engine.server.access")
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # Probes and scrapes: open to all, not counted and not logged (as with vLLM's instrumentation).
 QUIET = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
-OPEN = QUIET | {"/openapi.json", "/docs", "/redoc"}
+OPEN = QUIET | {"/openapi.json", "/docs"}
+_SKIP_SECONDS = 2.0
+_SKIP_BYTES = 256 << 20
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -52,14 +56,19 @@ class Gateway:
         context = RequestContext(request_id, time.monotonic(), send=send)
         scope["kvern"] = context
 
+        body = _Body(receive)
+
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("latin-1"))]
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode("latin-1"))]
+                message["headers"] = headers
+                if (b"connection", b"close") in [(k, v.lower()) for k, v in headers]:
+                    await body.skip()
             await send(message)
 
         try:
-            await self._answer(scope, receive, sending, context)
+            await self._answer(scope, body.receive, sending, context)
         finally:
             self._account(scope, context)
 
@@ -105,6 +114,28 @@ class Gateway:
                     **{k: v for k, v in more.items() if v is not None},
                 ),
             )
+
+
+class _Body:
+    """The request's body as it is read. Closing a connection with unread bytes resets it, and the client may lose the
+    answer: `skip` reads what is left, within bounds."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._complete = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            self._complete = True
+        return message
+
+    async def skip(self) -> None:
+        size = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SKIP_SECONDS):
+                while not self._complete and size < _SKIP_BYTES:
+                    size += len((await self.receive()).get("body", b""))
 
 
 def handler_of(scope: Scope) -> str:

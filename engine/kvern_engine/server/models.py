@@ -33,22 +33,23 @@ class InfoEndpoints:
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [model_card(self._state, n) for n in self._state.reported]})
 
-    async def model(self, model: str) -> Response:
+    async def model(self, request: Request) -> Response:
+        model = request.path_params["model"]
         if model not in self._state.served:
             raise model_not_found(model, self._state.reported)
         return json_response(model_card(self._state, model))
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         """200 while an engine lives, also while loading or draining: restarting would not help."""
         state = self._state.lifecycle.state()
         if state == "dead":
             raise ApiError("No engine of this server is alive.", status=503, code="engine_dead")
         return json_response({"status": state})
 
-    async def ready(self) -> Response:
+    async def ready(self, request: Request) -> Response:
         """200 where new requests are taken; says the state of each engine in any case."""
         state = self._state.lifecycle.state()
         now = time.monotonic()
@@ -68,10 +69,7 @@ class InfoEndpoints:
             content, 200 if state == "ready" else 503, {} if state == "ready" else {"Retry-After": "1"}
         )
 
-    async def ping(self) -> Response:
-        return await self.health()
-
-    async def version(self) -> Response:
+    async def version(self, request: Request) -> Response:
         return json_response({"version": self._state.version})
 
     async def metrics(self, request: Request) -> Response:

@@ -29,8 +29,9 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Int = Annotated[int, BeforeValidator(_whole)]
-Tokens = Annotated[Int, Field(ge=0, le=_BIG)]
+# Outermost in its Annotated, or the bounds inside would be lost to the OpenAPI page.
+WHOLE = BeforeValidator(_whole)
+Tokens = Annotated[int, Field(ge=0, le=_BIG), WHOLE]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
@@ -114,10 +115,10 @@ class _Sampling(Body):
 
     model: str | None = Field(None, description="A served name; left out: the first one.")
     max_tokens: Tokens | None = None
-    n: Annotated[Int, Field(ge=1, le=MAX_N)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Int, Field(ge=-1, le=_BIG)] | None = Field(None, description="0 or -1: no limit.")
+    top_k: Annotated[int, Field(ge=-1, le=_BIG), WHOLE] | None = Field(None, description="0 or -1: no limit.")
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
@@ -125,7 +126,7 @@ class _Sampling(Body):
     logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
         Field(None, description="Token id (as a string) to bias.")
     )
-    seed: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE] | None = None
     stop: StopStrings | None = None
     stop_token_ids: Annotated[list[Tokens], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
@@ -135,7 +136,7 @@ class _Sampling(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    priority: Annotated[Int, Field(ge=-_BIG, le=_BIG)] | None = Field(None, description="Lower runs first.")
+    priority: Annotated[int, Field(ge=-_BIG, le=_BIG), WHOLE] | None = Field(None, description="Lower runs first.")
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     response_format: ResponseFormat | None = None
 
@@ -155,7 +156,7 @@ class ChatRequest(_Sampling, ChatTemplateFields):
 
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     reasoning_effort: str | None = Field(None, description="Passed to the chat template.")
 
 
@@ -164,13 +165,15 @@ class CompletionRequest(_Sampling):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: Annotated[Int, Field(ge=1, le=MAX_N)] | None = Field(None, description="Only equal to n.")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = Field(None, description="Only equal to n.")
     add_special_tokens: bool | None = None
 
 
 class TokenizeRequest(Body):
     """`POST /tokenize`: either `prompt` or `messages`."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
 
     model: str | None = None
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""The parts below the endpoints: choosing an engine, the mailbox, single release, aligned logprobs, the text of errors."""
+"""The parts below the endpoints: choosing an engine, the mailbox, the single release, aligned logprobs."""
 
 import asyncio
 import tempfile

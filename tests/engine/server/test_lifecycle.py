@@ -1,6 +1,7 @@
 """What happens around requests: keys, limits, disconnects, dead engines, drain, shutdown, several processes."""
 
 import json
+import socket
 import time
 
 import httpx
@@ -188,7 +189,7 @@ class TestLoading:
 
 class TestDrain:
     def test_admin_drain_is_reversible(self, setup: Setup, tokenizer: Tokenizer) -> None:
-        server, core = endless(setup, tokenizer)
+        server, _ = endless(setup, tokenizer)
         admin = httpx.Client(base_url=server.admin_url, headers=ADMIN)
         with httpx.Client(base_url=server.url, timeout=20) as http, admin:
             with http.stream("POST", CHAT, json={**BODY, "stream": True, "max_tokens": 50}) as response:
@@ -208,6 +209,22 @@ class TestDrain:
             assert http.get("/ready").status_code == 200
             assert http.post(CHAT, json={**BODY, "max_tokens": 1}).status_code == 200
 
+    def test_refusal_is_not_lost_when_the_body_comes_late(self, setup: Setup, tokenizer: Tokenizer) -> None:
+        """Closing a connection before its request is read would reset it, and the answer with it."""
+        server, _ = endless(setup, tokenizer)
+        httpx.post(server.admin_url + "/admin/drain", headers=ADMIN)
+        body = json.dumps({**BODY, "user": "x" * 300_000}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as sock:
+            sock.sendall(head + body[:10])
+            time.sleep(0.1)
+            sock.sendall(body[10:])
+            answer = b""
+            while part := sock.recv(65536):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 503") and b'"code":"draining"' in answer
+
     def test_all_servers_of_the_pod_drain(self, setup: Setup, tokenizer: Tokenizer) -> None:
         setup.core(servers=2)
         servers = [setup.server(index=i, api_server_count=2) for i in range(2)]
@@ -219,7 +236,7 @@ class TestDrain:
         assert [httpx.get(s.url + "/ready").status_code for s in servers] == [200, 200]
 
     def test_sigterm_finishes_what_runs(self, setup: Setup, tokenizer: Tokenizer) -> None:
-        server, core = endless(setup, tokenizer)
+        server, _ = endless(setup, tokenizer)
         with httpx.Client(base_url=server.url, timeout=20) as http:
             with http.stream("POST", CHAT, json={**BODY, "stream": True, "max_tokens": 60}) as response:
                 lines = response.iter_lines()
@@ -259,6 +276,8 @@ class TestAdmin:
             for path in ("/admin/drain", "/admin/layout", "/nothing"):
                 assert httpx.get(server.admin_url + path, headers=headers).status_code == 401
         assert httpx.get(server.admin_url + "/nothing", headers=ADMIN).status_code == 404
+        wrong = httpx.put(server.admin_url + "/admin/drain", headers=ADMIN)
+        assert wrong.status_code == 405 and wrong.headers["allow"] == "DELETE, GET, HEAD, POST"
         assert httpx.post(server.url + "/admin/drain", headers=ADMIN).status_code == 404, "never on the public port"
 
     def test_layout(self, setup: Setup, tokenizer: Tokenizer) -> None:

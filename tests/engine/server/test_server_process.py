@@ -102,11 +102,11 @@ def token_of(setup: Setup) -> str:
 
 def test_model_that_does_not_exist(setup: Setup) -> None:
     process, _, _ = start(setup.folder, model="/no/such/model", admin_token_file=token_of(setup))
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == 1 and b"/no/such/model" in errors and b"Traceback" not in errors
+    errors = process.stderr.read()
+    assert process.wait(20) == 1 and b"/no/such/model" in errors and b"Traceback" not in errors
 
 
 def test_token_file_that_does_not_exist(setup: Setup) -> None:
     process, _, _ = start(setup.folder, model=str(MODEL), admin_token_file="/no/such/file")
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == 1 and b"admin_token_file" in errors and b"Traceback" not in errors
+    errors = process.stderr.read()
+    assert process.wait(20) == 1 and b"admin_token_file" in errors and b"Traceback" not in errors
