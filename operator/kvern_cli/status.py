@@ -90,7 +90,7 @@ def age(since: str, now: datetime | None = None) -> str:
 def _columns(state: LocalState) -> list[str]:
     service = state.document["service"]
     found = service["status"]
-    ready = next((c for c in found["conditions"] if c["type"] == "Ready"), {})
+    ready: dict[str, str] = next((c for c in found["conditions"] if c["type"] == "Ready"), {})
     shown = [
         service["metadata"]["name"],
         found.get("model", ""),
@@ -119,7 +119,8 @@ def _details(state: LocalState) -> Iterable[str]:
     yield f"Process:      kvern up, pid {state.pid}"
     decision = found.get("autoscaling", {}).get("lastDecision")
     if decision:
-        yield f"Last decision: {decision['from']} -> {decision['to']} replicas at {decision['time']}: {decision['reason']}"
+        step = f"{decision['from']} -> {decision['to']} replicas"
+        yield f"Last decision: {step} at {decision['time']}: {decision['reason']}"
     tokens = found.get("capacity", {}).get("kvTokensPerReplica")
     if tokens:
         yield f"KV cache:     {tokens:,} tokens a replica"

@@ -1,4 +1,4 @@
-"""What `kvern up` shows while it works: on a terminal a small live table, elsewhere a line a change. Decides nothing."""
+"""What `kvern up` shows: a small live table on a terminal, elsewhere a line a change. Decides nothing."""
 
 import re
 import sys
@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
+
+REMIND = 5.0  # seconds after which a plain line is repeated while a pod is still busy
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class PlainView:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._start = time.monotonic()
-        self._shown: dict[str, str] = {}
+        self._shown: dict[str, tuple[str, float]] = {}
 
     def __enter__(self) -> "PlainView":
         return self
@@ -35,10 +37,12 @@ class PlainView:
     def update(self, rows: Sequence[Row]) -> None:
         """Show the present state of the pods."""
         for row in rows:
-            key = re.sub(r"\d+(\.\d+)? ?%|\d+ in flight", "", row.text)
-            if self._shown.get(row.name) != key:
-                self._shown[row.name] = key
-                self.say(f"{row.name}: {row.text}")
+            key, now = re.sub(r"\d+(\.\d+)? ?%|\d+ in flight", "", row.text), time.monotonic()
+            shown, at = self._shown.get(row.name, ("", 0.0))
+            waiting = row.state == "busy" and now - at > REMIND
+            if shown != key or waiting:
+                self._shown[row.name] = (key, now)
+                self.say(f"{row.name}: {row.text}" + (f" ({row.seconds:.0f} s)" if waiting and shown == key else ""))
         for gone in self._shown.keys() - {row.name for row in rows}:
             del self._shown[gone]
             self.say(f"{gone}: stopped")

@@ -15,6 +15,7 @@ from kvern_operator.api.status import (
     CacheStatus,
     Capacity,
     Decision,
+    FeasibleSize,
     InferenceServiceStatus,
     ParallelismStatus,
     Revision,
@@ -211,14 +212,31 @@ def _decision(
 
 
 def _parallelism_status(
-    layout: Layout, layouts: frozenset[Layout], previous: InferenceServiceStatus | None, now: datetime
+    layout: Layout,
+    layouts: frozenset[Layout],
+    pods: Iterable[Pod],
+    previous: InferenceServiceStatus | None,
+    now: datetime,
 ) -> ParallelismStatus:
     before = previous.parallelism if previous else ParallelismStatus()
     changed = now if before.target not in (None, layout.tensor) else before.last_change_time
     sizes = {x.tensor for x in layouts}
     return ParallelismStatus(
-        current=sizes.pop() if len(sizes) == 1 else None, target=layout.tensor, last_change_time=changed
+        current=sizes.pop() if len(sizes) == 1 else None,
+        target=layout.tensor,
+        recommended=before.recommended,
+        feasible=_feasible(pods) or before.feasible,
+        last_change_time=changed,
     )
+
+
+def _feasible(pods: Iterable[Pod]) -> list[FeasibleSize]:
+    """What the replicas report; where they differ, the least."""
+    least: dict[int, int] = {}
+    for pod in pods:
+        for size, tokens in pod.feasible:
+            least[size] = min(tokens, least.get(size, tokens))
+    return [FeasibleSize(size=size, kv_tokens=least[size]) for size in sorted(least)]
 
 
 def _status(
@@ -251,6 +269,7 @@ def _status(
     )
     revisions = {sets[r.name]["metadata"]["labels"][meta.REVISION_LABEL] for r in ready}
     before = previous.revision.current if previous else None
+    parallelism = _parallelism_status(layout, layouts, observed.pods, previous, now)
     phase: Any = "None" if spec.cache is None else "Ready" if ready else "Pending"
     return InferenceServiceStatus(
         observed_generation=service.metadata.generation,
@@ -260,8 +279,11 @@ def _status(
         selector=",".join(f"{k}={v}" for k, v in meta.selector(service, meta.ENGINE).items()),
         url=view.url,
         model=spec.model.served_name,
-        parallelism=_parallelism_status(layout, layouts, previous, now),
-        capacity=Capacity(gpus=sum(int(meta.annotation(o, meta.GPUS) or 0) for o in sets.values())),
+        parallelism=parallelism,
+        capacity=Capacity(
+            gpus=sum(int(meta.annotation(o, meta.GPUS) or 0) for o in sets.values()),
+            kv_tokens_per_replica=next((f.kv_tokens for f in parallelism.feasible if f.size == layout.tensor), None),
+        ),
         autoscaling=_decision(service, desired, previous, now),
         revision=Revision(current=revisions.pop() if len(revisions) == 1 else before, updated=engine.revision(spec)),
         cache=CacheStatus(phase=phase),

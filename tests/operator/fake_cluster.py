@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 
 from kvern_operator.api.load import load_text
 from kvern_operator.api.types import InferenceService
@@ -14,6 +15,7 @@ START = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 SETTINGS = Settings(operator_key=b"test")
 
 
+@lru_cache(maxsize=512)
 def service(spec: str = "", name: str = "smol", generation: int = 1) -> InferenceService:
     """A valid service; `spec` is YAML in flow style that follows the model: "replicas: 2, suspend: true"."""
     text = (

@@ -8,6 +8,7 @@ import pytest
 from fake_cluster import START, FakeCluster, service
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvern_operator.desired import meta
 from kvern_operator.reconcile import reconcile
 from kvern_operator.settings import Settings
@@ -104,10 +105,9 @@ def test_scale_down_drains_the_replica_with_the_least_in_flight_then_deletes_it(
     smaller = service("replicas: 2", generation=2)
     plan = cluster.step(smaller)
     assert plan.notes == ("draining replica smol-r1 (1 in flight): 2 replicas are wanted",)
-    assert plan.delete == (("PodDisruptionBudget", "smol-engines"),) or plan.delete == ()
+    assert plan.delete == ()
     assert {r["name"]: r["state"] for r in replicas_file(cluster)["replicas"]}["smol-r1-0"] == "draining"
-    plan = cluster.step(smaller)
-    assert plan.drain == () or plan.drain == ("smol-r1-0",)
+    assert plan.drain == ("smol-r1-0",)
     assert "smol-r1" in cluster.replicas
     cluster.tick(1)
     cluster.change("smol-r1-0", in_flight=0)
@@ -159,7 +159,9 @@ def test_a_changed_template_replaces_replicas_one_by_one_and_never_below_the_wan
         cluster.let_start()
         cluster.tick(3)
     assert (least, most) == (3, 4)
-    revisions = {o["metadata"]["labels"][meta.REVISION_LABEL] for (k, _), o in cluster.objects.items() if k == "StatefulSet"}
+    revisions = {
+        o["metadata"]["labels"][meta.REVISION_LABEL] for (k, _), o in cluster.objects.items() if k == "StatefulSet"
+    }
     assert revisions == {cluster.status.revision.updated} == {cluster.status.revision.current}
     assert len(cluster.replicas) == 3
 
@@ -184,9 +186,7 @@ def test_a_bad_revision_stops_with_the_old_one_serving_and_says_why():
     assert conditions(plan)["Available"] == ("True", "Answering")
     assert conditions(plan)["Ready"] == ("False", "CrashLoopBackOff")
     ready = plan.status.condition("Ready").message
-    assert ready == (
-        'engine smol-r2-0: restarted in 20s, exit code 1, 3 restarts; last line: "ValueError: too long"'
-    )
+    assert ready == ('engine smol-r2-0: restarted in 20s, exit code 1, 3 restarts; last line: "ValueError: too long"')
     assert plan.status.condition("Progressing").message == f"stalled: {ready}"
 
 
@@ -345,7 +345,7 @@ def test_transition_times_move_only_with_the_status_of_a_condition():
     cluster.change("smol-r0-0", ready=False, running=False, served=False, reason="CrashLoopBackOff", exit_code=137)
     cluster.step(svc)
     assert cluster.status.condition("Ready").last_transition_time == cluster.now.replace(microsecond=0) != since
-    assert cluster.status.condition("ModelCached").last_transition_time == since or True
+    assert cluster.status.condition("ModelCached").last_transition_time == since
     assert cluster.status.condition("ScalingActive").last_transition_time == START
 
 
@@ -360,10 +360,9 @@ def test_history_keeps_the_last_ten_decisions():
 # ---------------------------------------------------------------- properties
 
 specs = st.builds(
-    lambda n, length, strategy, surge, unavailable, suspend, paused: (
+    lambda n, length, strategy, surge, unavailable, suspend: (
         f"replicas: {n}, suspend: {str(suspend).lower()}, engine: {{maxModelLen: {length}}}, "
-        f"rollout: {{strategy: {strategy}, maxSurge: {surge}, maxUnavailable: {unavailable}, paused: {str(paused).lower()}, "
-        "drainTimeoutSeconds: 20}"
+        f"rollout: {{strategy: {strategy}, maxSurge: {surge}, maxUnavailable: {unavailable}, drainTimeoutSeconds: 20}}"
     ),
     st.integers(0, 4),
     st.sampled_from([256, 512]),
@@ -371,7 +370,6 @@ specs = st.builds(
     st.integers(1, 2),
     st.integers(0, 1),
     st.sampled_from([False, False, False, True]),
-    st.just(False),
 )
 events = st.lists(
     st.one_of(
@@ -400,7 +398,7 @@ def world(cluster: FakeCluster, event: str, value: int) -> None:
             cluster.change(name, reason="CrashLoopBackOff", exit_code=1, **down)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(first=specs, history=events)
 def test_any_history_keeps_the_promises_and_converges(first, history):
     cluster, svc, generation = FakeCluster(), service(first), 1

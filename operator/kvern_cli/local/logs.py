@@ -27,20 +27,22 @@ def plain_lines(text: str) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
+def _pairs(line: str) -> dict[str, str]:
+    """The fields of a key=value log line; none where it is not one."""
+    try:
+        pairs = dict(part.split("=", 1) for part in shlex.split(line) if "=" in part) if "msg=" in line else {}
+    except ValueError:
+        return {}
+    return pairs if "msg" in pairs else {}
+
+
 def readable(line: str) -> str:
     """A key=value log line as words: its message and the fields that are not routine; other lines as they are."""
-    if "msg=" not in line:
-        return line.strip()
-    try:
-        pairs = dict(part.split("=", 1) for part in shlex.split(line) if "=" in part)
-    except ValueError:
+    pairs = _pairs(line)
+    if not pairs:
         return line.strip()
     message = pairs.pop("msg", "")
     exception = pairs.pop("exception", "").strip().rpartition("\n")[2]
-    if message == "phase done" and "phase" in pairs:
-        return f"{pairs['phase']} done"
-    if message == "phase" and "phase" in pairs:
-        return pairs["phase"]
     routine = ("time", "level", "process", "logger")
     rest = ", ".join(f"{k} {v}" for k, v in pairs.items() if k not in routine)
     text = message + (f": {exception}" if exception else "") + (f" ({rest})" if rest else "")
@@ -62,6 +64,13 @@ def telling_line(text: str) -> str:
 
 
 def progress_line(text: str) -> str:
-    """What a loading pod does, by its last line."""
-    lines = plain_lines(text)
-    return _shortened(readable(lines[-1])) if lines else ""
+    """What a loading engine does, by its last line that says so; "" where none does."""
+    for line in reversed(plain_lines(text)):
+        pairs = _pairs(line)
+        if not pairs:
+            return _shortened(line.strip())
+        if "phase" in pairs:
+            return pairs["phase"] + (" done" if pairs["msg"].endswith("done") else "")
+        if pairs["msg"] not in ("request", "starting"):
+            return _shortened(pairs["msg"])
+    return ""

@@ -18,6 +18,7 @@ import httpx
 from kvern_cli.local import logs
 from kvern_cli.local.launch import LOOPBACK, Launch, container_of
 from kvern_cli.local.process import ChildProcess
+from kvern_operator.desired.meta import ROUTER
 from kvern_operator.observed import Object, Pod
 
 
@@ -118,7 +119,9 @@ class LocalPod:
             return "ready"
         if self._served:
             return "not ready"
-        return logs.progress_line(self._new_log()) or "starting"
+        if self.component == ROUTER:
+            return "starting"
+        return logs.progress_line(self._new_log()) or "loading the model"
 
     def _new_log(self) -> str:
         """What this run has logged."""
@@ -297,6 +300,7 @@ class LocalPod:
         answer = await self._admin("GET", "/admin/layout")
         sizes = answer.get("feasible", []) if isinstance(answer, dict) else []
         self._feasible = tuple((int(s["size"]), int(s["kvTokens"])) for s in sizes)
+        self._changed()
 
     def tell(self, *, draining: bool) -> None:
         """Ask it to drain, or not to any more; one question at a time. What came of it shows in `observed()`."""

@@ -119,7 +119,7 @@ class Runner:
         """Until stopped, answered or given up. Always stops what it has started."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self.stop)
         asking = asyncio.create_task(self._converse(question, timeout))
         try:
             while not self._stop.is_set():
@@ -136,7 +136,8 @@ class Runner:
             return 0 if question is None else 130
         return asking.result()
 
-    def _signalled(self) -> None:
+    def stop(self) -> None:
+        """Drain and stop; asked a second time, stop now."""
         if self._stop.is_set():
             self._kill_now.set()
         self._stop.set()
@@ -249,12 +250,13 @@ class Runner:
         asking.cancel()
         with contextlib.suppress(BaseException):
             await asking
-        busy = False
+        busy, began = False, time.monotonic()
 
         def waiting(pods: list[LocalPod]) -> None:
             nonlocal busy
             load = sum(p.observed().in_flight or 0 for p in pods)
-            if load and not busy:
+            # What was in flight at the last look may have ended just before.
+            if load and not busy and time.monotonic() - began > 1.5:
                 busy = True
                 self._view.say(f"draining: {load} requests in flight (Ctrl-C again stops now)")
             self._view.update([_row(pod) for pod in pods])

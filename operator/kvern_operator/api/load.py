@@ -95,6 +95,7 @@ def _walk(node: yaml.Node, path: Path_, lines: Lines) -> Iterator[Problem]:
             here, line = (*path, name), key.start_mark.line + 1
             if here in lines:
                 yield Problem(dotted(here), f"is given twice (first on line {lines[here]})", line)
+                continue
             lines[here] = line
             yield from _walk(value, here, lines)
 

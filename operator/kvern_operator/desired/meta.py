@@ -116,9 +116,9 @@ def stamped(obj: Object) -> Object:
 
 def differs(wanted: Object, live: Object | None) -> bool:
     """True where `live` lacks something of `wanted` (which is stamped); what others added does not count."""
-    return (
-        live is None or annotation(wanted, APPLIED_HASH) != annotation(live, APPLIED_HASH) or not _within(wanted, live)
-    )
+    if live is None or wanted == live:
+        return live is None
+    return annotation(wanted, APPLIED_HASH) != annotation(live, APPLIED_HASH) or not _within(wanted, live)
 
 
 def _within(wanted: Any, live: Any) -> bool:
