@@ -33,7 +33,7 @@ def _kv_pointers(base, table_ptr, positions, inside, dims, D: tl.constexpr, BS: 
         return base + (blocks * (BS * D) + (positions % BS) * D)[:, None] + dims[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q_ptr,
     kv_ptr,
@@ -212,10 +212,13 @@ class DecodeTiles:
     num_stages: int
 
 
-def choose_tiles(head_dim: int, element_size: int, block_size: int) -> DecodeTiles:
-    """Tiles by head dimension: about 16 KiB of K a stage."""
-    block_n = max(16, min(64, 16384 // (triton.next_power_of_2(head_dim) * element_size)))
-    return DecodeTiles(block_n, 4, 3)
+def choose_tiles(head_dim: int, element_size: int, rows: int) -> DecodeTiles:
+    """Tiles for `rows` tile rows (query tokens x heads of a group) of `head_dim` elements of `element_size` bytes."""
+    if element_size > 2:
+        return DecodeTiles(16, 8 if rows > 32 else 4, 2)
+    if rows > 32:
+        return DecodeTiles(32, 8, 3)
+    return DecodeTiles(64 if head_dim <= 128 else 32, 4, 3)
 
 
 _workspaces: dict[torch.device, DecodeWorkspace] = {}
@@ -270,7 +273,7 @@ def decode_attention(
     heads, dim = q.shape[1], q.shape[2]
     kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = heads // kv_heads
-    tiles = tiles or choose_tiles(dim, kv.element_size(), block_size)
+    tiles = tiles or choose_tiles(dim, kv.element_size(), group * query_len)
     splits = splits or meta.max_splits or split_kv.choose_splits(rows, kv_heads, meta.max_seq_len, sm_count(q.device))
     work = _workspace(meta, q, kv, rows, splits, query_len)
     d_block = triton.next_power_of_2(dim)
@@ -300,7 +303,7 @@ def decode_attention(
         BLOCK_N=tiles.block_n,
         MIN_TILES=split_kv.ceil_div(split_kv.MIN_SPLIT_TOKENS, tiles.block_n),
         PART_M=part_m,
-        PART_SPLITS=max(1, min(16, 8192 // (part_m * d_block))),
+        PART_SPLITS=max(1, min(16, 4096 // (part_m * d_block))),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

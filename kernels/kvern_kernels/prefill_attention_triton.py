@@ -88,7 +88,7 @@ def _attend(
     return acc, total, top
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "table_stride"])
 def _prefill_kernel(
     q_ptr,
     kv_ptr,
@@ -166,10 +166,9 @@ class PrefillTiles:
 def choose_tiles(head_dim: int, element_size: int, group: int) -> PrefillTiles:
     """Tiles by head dimension and element size, within a multiprocessor's shared memory and registers."""
     if element_size > 2:
-        return PrefillTiles(max(16, triton.next_power_of_2(group)), 32, 4, 2)
-    if head_dim <= 128:
-        return PrefillTiles(128, 64, 8, 3)
-    return PrefillTiles(64, 64, 4, 2)
+        warps, stages = (4, 2) if head_dim <= 128 else (8, 1)
+        return PrefillTiles(max(16, triton.next_power_of_2(group)), 16, warps, stages)
+    return PrefillTiles(128, 64, 8, 3 if head_dim <= 128 else 2)
 
 
 def prefill_attention(

@@ -91,10 +91,10 @@ def _rope_kernel(
             tl.store(target, first.to(kv_ptr.dtype.element_ty), mask=written)
             tl.store(target + HALF, second.to(kv_ptr.dtype.element_ty), mask=written)
         else:
-            first = tl.load(v_ptr + token * v_stride + where, mask=inside, other=0.0)
-            second = tl.load(v_ptr + token * v_stride + where + HALF, mask=inside, other=0.0)
-            tl.store(target + kv_stride, first.to(kv_ptr.dtype.element_ty), mask=written)
-            tl.store(target + kv_stride + HALF, second.to(kv_ptr.dtype.element_ty), mask=written)
+            low_half = tl.load(v_ptr + token * v_stride + where, mask=inside, other=0.0)
+            high_half = tl.load(v_ptr + token * v_stride + where + HALF, mask=inside, other=0.0)
+            tl.store(target + kv_stride, low_half.to(kv_ptr.dtype.element_ty), mask=written)
+            tl.store(target + kv_stride + HALF, high_half.to(kv_ptr.dtype.element_ty), mask=written)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def choose_splits(rows: int, kv_heads: int, max_context: int, sm_count: int, programs_per_sm: int = 2) -> int:
+def choose_splits(rows: int, kv_heads: int, max_context: int, sm_count: int, programs_per_sm: int = 4) -> int:
     """The number of KV splits of a launch: the fewest that fill the card nearly as well as the best number would.
 
     `rows` x `kv_heads` programs run a split; `max_context` tokens is the longest context the launch must serve well.

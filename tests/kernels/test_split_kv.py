@@ -37,7 +37,8 @@ def test_longer_contexts_never_fill_the_card_less(rows, kv_heads, context, sms, 
 def test_the_cases_it_exists_for():
     assert choose_splits(1, 8, 8192, 132) >= 16  # one long row: nearly the whole card reads
     assert choose_splits(24, 8, 8192, 132) > 1  # more than 16 sequences are still split
-    assert choose_splits(32, 8, 4096, 132) == 1  # 256 programs fill 264 slots
+    assert choose_splits(32, 8, 4096, 132, 2) == 1  # 256 programs fill 264 slots
+    assert choose_splits(32, 8, 4096, 132, 4) == 2  # and half of 528
     assert choose_splits(1, 8, 100, 132) == 1  # nothing to split
     assert choose_splits(0, 8, 8192, 132) == 1
 
