@@ -7,13 +7,12 @@ import contextlib
 import logging
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvern_engine.logs import fields
 from kvern_engine.metrics import Metrics
-from kvern_engine.server.asgi import Message, Receive, RequestContext, Scope, Send, header, send_error
+from kvern_engine.server.asgi import Message, Receive, RequestContext, Scope, Send, header, new_id, send_error
 from kvern_engine.server.auth import BearerKeys
 from kvern_engine.server.engine_client import ClientGone
 from kvern_engine.server.errors import ApiError
@@ -52,7 +51,7 @@ class Gateway:
             await self._app(scope, receive, send)
             return
         given = header(scope, b"x-request-id")
-        request_id = given if given and _ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if given and _ID.fullmatch(given) else new_id()
         context = RequestContext(request_id, time.monotonic(), send=send)
         scope["kvern"] = context
 

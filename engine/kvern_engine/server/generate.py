@@ -4,7 +4,6 @@ Everything about a request is checked before an engine hears of it and before a 
 """
 
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +16,7 @@ from kvern_engine.server.asgi import (
     Scope,
     Send,
     check_json_type,
+    new_id,
     read_body,
     run_session,
 )
@@ -45,7 +45,7 @@ class GenerateEndpoint(Generic[Q]):
         check_json_type(scope)
         with state.lifecycle.admit() as slot:
             request = parse_body(self._body, await read_body(scope, receive, state.config.max_body_bytes))
-            unique = uuid.uuid4().hex
+            unique = new_id()
             response_id = f"{self._id_prefix}-{unique}"
             prompts, renderer = await self._plan(state, request, response_id, int(time.time()))
             slot.resize(len(prompts))

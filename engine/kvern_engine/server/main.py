@@ -143,6 +143,7 @@ def http_server(app: App) -> HttpServer:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         backlog=4096,
         # Longer than clients and routers keep idle connections: they close first, so none of their requests is lost.
         timeout_keep_alive=75,
