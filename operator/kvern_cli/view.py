@@ -3,7 +3,8 @@
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -34,6 +35,11 @@ class PlainView:
     def __exit__(self, *_: object) -> None:
         pass
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Somebody else prints."""
+        yield
+
     def update(self, rows: Sequence[Row]) -> None:
         """Show the present state of the pods."""
         for row in rows:
@@ -60,18 +66,31 @@ class RichView:
         from rich.live import Live
 
         self._console = Console(stderr=True, highlight=False)
-        self._live = Live(console=self._console, refresh_per_second=10, transient=True)
-        self._open = False
+        # What others print goes where it should: they pause the table (`paused`) instead of printing through it.
+        self._live = Live(
+            console=self._console,
+            refresh_per_second=10,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self._spinners: dict[str, Any] = {}
 
     def __enter__(self) -> "RichView":
         self._live.start()
-        self._open = True
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
-        self._open = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The table is gone while somebody else prints."""
+        self._live.stop()
+        try:
+            yield
+        finally:
+            self._live.start()
 
     def update(self, rows: Sequence[Row]) -> None:
         """Show the present state of the pods."""

@@ -50,6 +50,9 @@ class Lines:
     def say(self, text: str) -> None:
         self.said.append(text)
 
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
 
 class Up:
     """A running `kvern up` in this process."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ metadata: {name: tiny}
 spec:
   model: {uri: "pvc://models/tiny-kjv", name: tiny}
   resources: {gpusPerPod: 0, cpu: 1}
-  engine: {args: {device: DEVICE, kv-cache-memory-bytes: 33554432}}
+  engine: {args: {device: DEVICE, num-gpu-blocks-override: 2048, sim-speed: "20", chat-template: TEMPLATE}}
   replicas: REPLICAS
 """
 
@@ -35,7 +36,10 @@ async def kvern_up(tmp_path, monkeypatch):
 
     async def start(device: str, replicas: int, *flags: str) -> asyncio.subprocess.Process:
         file = tmp_path / "tiny.yaml"
-        file.write_text(MANIFEST.replace("DEVICE", device).replace("REPLICAS", str(replicas)))
+        template = tmp_path / "template.jinja"
+        template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+        known = {"DEVICE": device, "REPLICAS": str(replicas), "TEMPLATE": str(template)}
+        file.write_text(re.sub("|".join(known), lambda found: known[found[0]], MANIFEST))
         program = [
             sys.executable,
             "-m",

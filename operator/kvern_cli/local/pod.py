@@ -74,6 +74,7 @@ class LocalPod:
         self._process: ChildProcess | None = None
         self._ready = self._served = self._draining = False
         self._stopping = asyncio.Event()
+        self._stopping_since = 0.0
         self._kill_now = asyncio.Event()
         self._reason = self._message = self._last_log = ""
         self._crashes = 0  # ends in a row that came soon after a start
@@ -110,7 +111,9 @@ class LocalPod:
     def doing(self) -> str:
         """What it does, in a few words, for a person who waits."""
         if self._stopping.is_set():
-            return f"stopping, {self._in_flight} in flight" if self._in_flight else "stopping"
+            # What was in flight at the last look may have ended just before.
+            known = self._in_flight and time.monotonic() - self._stopping_since > 2 * self._timing.probe
+            return f"stopping, {self._in_flight} in flight" if known else "stopping"
         if self._process is None:
             return f"{self._reason}: {self._message}" if self._reason else "starting"
         if self._draining:
@@ -318,6 +321,8 @@ class LocalPod:
 
     def stop(self) -> None:
         """SIGTERM now, SIGKILL when the grace period is over. `run()` returns once it has ended."""
+        if not self._stopping.is_set():
+            self._stopping_since = time.monotonic()
         self._stopping.set()
         self._changed()
 

@@ -6,6 +6,7 @@ The file is watched: a valid change becomes the next generation of the spec, an 
 import asyncio
 import contextlib
 import secrets
+import shutil
 import signal
 import time
 import uuid
@@ -185,15 +186,19 @@ class Runner:
     def _show(self) -> None:
         pods = sorted(self._cluster.pods.values(), key=lambda p: (p.component != meta.ENGINE, p.name))
         self._view.update([_row(pod) for pod in pods])
-        assert self._status is not None
+        self._write_state()
+
+    def _write_state(self, **more: object) -> None:
         document = self._service.to_dict()
-        document["status"] = self._status.to_dict()
+        document["status"] = (self._status or InferenceServiceStatus()).to_dict()
+        pods = sorted(self._cluster.pods.values(), key=lambda p: p.name)
         self._state.write(
             {
                 "file": str(self._file.resolve()),
                 "created": format_time(self._created),
                 "service": document,
                 "pods": [_pod_document(pod) for pod in pods],
+                **more,
             }
         )
 
@@ -210,14 +215,16 @@ class Runner:
             await asyncio.sleep(0.02)
         model = self._service.spec.model.served_name
         if question is None:
-            self._print_hints(model)
+            with self._view.paused():
+                self._print_hints(model)
             return 0
-        print(f"\n> {question}\n", flush=True)
-        try:
-            await ask(self._url, model, question, lambda piece: print(piece, end="", flush=True))
-        except AskError as error:
-            raise UpError(f"no answer: {error}") from None
-        print(f"\n\nURL:  {self._url}\nAsk:  {curl_line(self._url, model, question)}", flush=True)
+        with self._view.paused():
+            print(f"\n> {question}\n", flush=True)
+            try:
+                await ask(self._url, model, question, lambda piece: print(piece, end="", flush=True))
+            except AskError as error:
+                raise UpError(f"no answer: {error}") from None
+            print(f"\n\nURL:  {self._url}\nAsk:  {curl_line(self._url, model, question)}", flush=True)
         return 0
 
     def _why(self) -> str:
@@ -263,18 +270,8 @@ class Runner:
 
         await self._cluster.stop(self._kill_now, waiting)
         self._view.update([])
-        if self._status is not None:
-            document = self._service.to_dict()
-            document["status"] = self._status.to_dict()
-            self._state.write(
-                {
-                    "file": str(self._file),
-                    "created": format_time(self._created),
-                    "service": document,
-                    "pods": [],
-                    "stopped": format_time(datetime.now(UTC)),
-                }
-            )
+        self._write_state(stopped=format_time(datetime.now(UTC)))
+        shutil.rmtree(self._state.path / "volumes", ignore_errors=True)  # holds the admin token
 
 
 def _row(pod: LocalPod) -> Row:
