@@ -1,0 +1,161 @@
+"""Decisions before memory is taken: formats, lengths, limits, sizes, and the text of every refusal."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvern_engine.config import EngineConfig
+from kvern_engine.model_config import ModelConfig
+from kvern_engine.worker import limits, memory
+
+GIB = 1 << 30
+LLAMA_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 8192)
+
+
+def config(**fields: object) -> EngineConfig:
+    return EngineConfig(model="m", **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "capability", "dtype", "noted"),
+    [
+        ("auto", "cpu", None, "float32", False),
+        ("auto", "cuda", (9, 0), "bfloat16", False),
+        ("auto", "cuda", (8, 0), "bfloat16", False),
+        ("auto", "cuda", (7, 5), "float16", True),
+        ("float16", "cuda", (9, 0), "float16", False),
+        ("float32", "cuda", (7, 0), "float32", False),
+        ("bfloat16", "cpu", None, "bfloat16", False),
+    ],
+)
+def test_dtype(requested: str, device: str, capability: tuple[int, int] | None, dtype: str, noted: bool) -> None:
+    choice = limits.choose_dtype(requested, device, capability)
+    assert choice.dtype == dtype
+    assert (choice.note is not None) == noted
+    if choice.note:
+        assert choice.note == "dtype float16: this GPU (compute capability 7.5) has no bfloat16"
+
+
+def test_dtype_refusals() -> None:
+    with pytest.raises(ValueError, match=r"bfloat16 needs .* 8\.0 or later, this one has compute capability 7\.5; use"):
+        limits.choose_dtype("bfloat16", "cuda", (7, 5))
+    with pytest.raises(ValueError, match=r"dtype must be auto or one of float32, .*got 'int8'"):
+        limits.choose_dtype("int8", "cpu")
+
+
+def test_max_model_len() -> None:
+    assert limits.choose_max_model_len(None, 8192) == 8192
+    assert limits.choose_max_model_len(8192, 8192) == 8192
+    assert limits.choose_max_model_len(100, 8192) == 100
+    with pytest.raises(ValueError, match=r"max_model_len must be at most 8192 .*max_position_embeddings.*, got 8193"):
+        limits.choose_max_model_len(8193, 8192)
+
+
+def test_step_limits_by_device() -> None:
+    def of(device: str, name: str, length: int = 4096, **fields: object) -> tuple[int, int]:
+        found = limits.step_limits(config(**fields), device, name, length)
+        return found.max_num_seqs, found.max_num_batched_tokens
+
+    assert of("cpu", "cpu") == (64, 2048)
+    assert of("cuda", "cuda:0 NVIDIA A10") == (256, 8192)
+    assert of("cuda", "cuda:0 NVIDIA H200") == (1024, 8192)
+    assert of("sim", "NVIDIA H100 PCIe") == (1024, 8192)
+    assert of("cpu", "cpu", max_num_seqs=4096) == (4096, 4096)
+    assert of("cuda", "x", max_num_seqs=8, max_num_batched_tokens=64) == (8, 64)
+    assert of("cpu", "cpu", enable_chunked_prefill=False) == (64, 4096)
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens must be at least max_model_len \(4096\).*got 64"):
+        of("cpu", "cpu", enable_chunked_prefill=False, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet; leave it at 1"),
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 is not supported yet"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 is not supported yet; leave it at auto"),
+        ({"quantization": "fp8"}, "quantization=fp8 is not supported yet"),
+        ({"batch_invariant": True}, "batch_invariant=True is not supported yet"),
+    ],
+)
+def test_what_comes_later_is_refused(fields: dict[str, object], text: str) -> None:
+    limits.check_supported(config())
+    with pytest.raises(ValueError, match=text):
+        limits.check_supported(config(**fields))
+
+
+def test_cpu_threads() -> None:
+    assert limits.cpu_threads(None, None, 8, 1) == 8
+    assert limits.cpu_threads(None, None, 8, 3) == 2
+    assert limits.cpu_threads(None, None, 2, 4) == 1
+    assert limits.cpu_threads("3", "5", 8, 1) == 3
+    assert limits.cpu_threads(None, "5", 8, 1) == 5
+    with pytest.raises(ValueError, match="KVERN_CPU_THREADS must be a whole number above 0, got 'two'"):
+        limits.cpu_threads("two", None, 8, 1)
+
+
+def test_block_bytes() -> None:
+    assert memory.block_bytes(LLAMA_8B, 16, 2) == 16 * 131072
+    assert memory.block_bytes(LLAMA_8B, 1, 2) == LLAMA_8B.kv_bytes_per_token_at_2_bytes
+
+
+def test_available() -> None:
+    assert memory.available_on_gpu(100 * GIB, 20 * GIB, 0.9) == 70 * GIB
+    assert memory.available_on_gpu(100 * GIB, 20 * GIB, 0.9, graphs=2 * GIB) == 68 * GIB
+    assert memory.available_on_gpu(10 * GIB, 20 * GIB, 0.9) == 0
+    assert memory.available_on_cpu(8 * GIB, 1, 100 * GIB) == 2 * GIB
+    assert memory.available_on_cpu(8 * GIB, 2, 100 * GIB) == GIB
+    assert memory.available_on_cpu(64 * GIB, 1, 100 * GIB) == 4 * GIB
+    assert memory.available_on_cpu(64 * GIB, 1, GIB) == GIB
+
+
+def test_too_small_names_the_longest_feasible_length() -> None:
+    with pytest.raises(ValueError) as caught:
+        memory.size_kv_cache(GIB // 2, 16 * 131072, block_size=16, max_model_len=8192)
+    assert str(caught.value) == (
+        "To serve at least one request with the model's max seq len (8192), 1.00 GiB KV cache is needed, which is "
+        "larger than the available KV cache memory (0.50 GiB). Increase gpu_memory_utilization or "
+        "kv_cache_memory_bytes, or decrease max_model_len: the estimated maximum model length is 4096"
+    )
+    assert "(0.50 MiB)" in memory.too_small_message(1 << 19, 1 << 17, block_size=16, max_model_len=512)
+
+
+@given(
+    available=st.integers(0, 1 << 40),
+    per_token=st.integers(1, 1 << 22),
+    block_size=st.sampled_from([1, 8, 16, 64, 256]),
+    max_model_len=st.integers(1, 200_000),
+)
+def test_sizes(available: int, per_token: int, block_size: int, max_model_len: int) -> None:
+    """What is taken fits, nothing that fits is left, one sequence fits; else the length that is named does fit, and
+    not one token more."""
+    per_block = per_token * block_size
+
+    def size(length: int) -> memory.KvCacheSize:
+        return memory.size_kv_cache(available, per_block, block_size=block_size, max_model_len=length)
+
+    try:
+        found = size(max_model_len)
+    except ValueError as error:
+        longest = int(str(error).rsplit(" ", 1)[1])
+        assert longest < max_model_len
+        if longest:
+            assert size(longest).num_blocks * block_size >= longest
+        with pytest.raises(ValueError, match="To serve at least one request"):
+            size(longest + 1)
+    else:
+        assert found.num_bytes == found.num_blocks * per_block <= available
+        assert available - found.num_bytes < per_block
+        assert found.num_blocks * block_size >= max_model_len
+
+
+def test_override_is_taken_as_it_is() -> None:
+    size = memory.size_kv_cache(0, 100, block_size=16, max_model_len=8192, num_blocks_override=10)
+    assert size == memory.KvCacheSize(10, 1000)
+
+
+def test_container_limits() -> None:
+    assert memory.cgroup_room([]) is None
+    assert memory.cgroup_room([("max\n", "5\n", "")]) is None
+    assert memory.cgroup_room([("max\n", "5\n", ""), ("1000\n", "400\n", "anon 300\ninactive_file 60\n")]) == 660
+    assert memory.cgroup_room([("1000\n", "1200\n", "")]) == 0
+    assert memory.available_host_memory() > 0
