@@ -70,7 +70,7 @@ def attention_check(step, heads, kv_heads, dim, block_size, dtype):
         q, kv, meta = paged_case(query_lens, seq_lens, heads, kv_heads, dim, block_size, dtype)
         expected = attention.paged_attention(q.float(), kv.float(), meta, dim**-0.5)
         worst = 0.0
-        for _ in range(3):  # again: counters are reset, and no run depends on what the last one left behind
+        for _ in range(3):  # again: no run depends on what the last one left behind
             poison(q.contiguous())
             worst = max(worst, error(attention_triton.paged_attention(q, kv, meta, dim**-0.5), expected))
         return worst
@@ -84,7 +84,7 @@ def graph_check() -> float:
     q, kv, meta = paged_case([1] * 8, [4096] * 8, 32, 8, 128, 16, torch.bfloat16)
     kv.copy_(torch.randn_like(kv))
     meta.max_splits = 7
-    meta.workspace = DecodeWorkspace.allocate(8, 32, 8, 128, 7, 1, "cuda")
+    meta.workspace = DecodeWorkspace.allocate(8, 32, 128, 7, 1, "cuda")
     q = q.contiguous()
     attention_triton.paged_attention(q, kv, meta, 128**-0.5)
     graph = torch.cuda.CUDAGraph()

@@ -111,7 +111,7 @@ def decode(
 
     def build() -> list[Callable[[], object]]:
         q, arena, meta = paged([1] * rows, seq_lens, block_size, copies(moved))
-        meta.workspace = DecodeWorkspace.allocate(rows, HEADS, KV_HEADS, DIM, chosen, 1, "cuda")
+        meta.workspace = DecodeWorkspace.allocate(rows, HEADS, DIM, chosen, 1, "cuda")
         out = torch.empty_like(q)
 
         def call(kv: torch.Tensor) -> Callable[[], object]:

@@ -2,9 +2,9 @@
 """Paged attention for few query tokens a row (decode, verification) in Triton. The reference is `attention.py`.
 
 A program reads one row, one KV head and one piece of the context (flash-decoding, Dao et al. 2023). The query heads of
-the KV head and the row's 1..8 query tokens are the rows of its tile, so K and V are read once. Where a row's context is
-split, the program that finishes last merges the pieces: no second launch, and nothing depends on the lengths on the
-host, so that a captured graph serves any lengths.
+the KV head and the row's 1..8 query tokens are the rows of its tile, so K and V are read once. A second, small kernel
+merges the pieces of rows that were split. Both read the lengths on the device only, so that a captured graph serves
+any lengths.
 """
 
 from dataclasses import dataclass
@@ -33,14 +33,13 @@ def _kv_pointers(base, table_ptr, positions, inside, dims, D: tl.constexpr, BS: 
         return base + (blocks * (BS * D) + (positions % BS) * D)[:, None] + dims[None, :]
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "min_tiles"])
 def _decode_kernel(
     q_ptr,
     kv_ptr,
     out_ptr,
     partial_ptr,
     stats_ptr,
-    counter_ptr,
     table_ptr,
     query_start_ptr,
     seq_lens_ptr,
@@ -49,6 +48,7 @@ def _decode_kernel(
     kv_stride,
     head_stride,
     table_stride,
+    min_tiles,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_Q: tl.constexpr,
@@ -57,9 +57,6 @@ def _decode_kernel(
     BS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    PART_M: tl.constexpr,
-    PART_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -68,7 +65,7 @@ def _decode_kernel(
     splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + row)
     tiles = tl.cdiv(seq_len, BLOCK_N)
-    tiles_each = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
+    tiles_each = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
     used = tl.maximum(tl.cdiv(tiles, tiles_each), 1)
     if split >= used:
         return
@@ -133,74 +130,53 @@ def _decode_kernel(
     stats = stats_ptr + piece * (2 * MAX_Q * GROUP) + tile_rows
     tl.store(stats, top, mask=in_part)
     tl.store(stats + MAX_Q * GROUP, total, mask=in_part)
-    tl.debug_barrier()  # all threads' stores before the one thread's release
-    finished = tl.atomic_add(counter_ptr + owner, 1, sem="acq_rel", scope="gpu")
-    if finished == used - 1:
-        _merge_pieces(
-            out_ptr,
-            partial_ptr + owner * splits * (MAX_Q * GROUP * D),
-            stats_ptr + owner * splits * (2 * MAX_Q * GROUP),
-            first_token,
-            query_len,
-            head,
-            used,
-            KV_HEADS,
-            GROUP,
-            MAX_Q,
-            D,
-            D_BLOCK,
-            PART_M,
-            PART_SPLITS,
-        )
-        tl.store(counter_ptr + owner, 0)
 
 
-@triton.jit
-def _merge_pieces(
+@triton.jit(do_not_specialize=["splits", "min_tiles"])
+def _merge_kernel(
     out_ptr,
     partial_ptr,
     stats_ptr,
-    first_token,
-    query_len,
-    head,
-    used,
-    KV_HEADS: tl.constexpr,
+    query_start_ptr,
+    seq_lens_ptr,
+    splits,
+    min_tiles,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_Q: tl.constexpr,
     D: tl.constexpr,
     D_BLOCK: tl.constexpr,
-    PART_M: tl.constexpr,
-    PART_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
 ):
-    """Merge a row's pieces by their maxima and sums and write the output; PART_SPLITS pieces are read at a time."""
-    rows = tl.arange(0, PART_M)
+    """Merge one row's pieces for one query token and head by their maxima and sums; rows of one piece are done."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.program_id(2)
+    tiles = tl.cdiv(tl.load(seq_lens_ptr + row), BLOCK_N)
+    used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), min_tiles))
+    if used <= 1:
+        return
+    if MAX_Q == 1:
+        out_token = row
+    else:
+        out_token = tl.load(query_start_ptr + row) + token
+        if out_token >= tl.load(query_start_ptr + row + 1):
+            return
+    pieces = tl.arange(0, SPLITS_BLOCK)
     dims = tl.arange(0, D_BLOCK)
-    pieces = tl.arange(0, PART_SPLITS)
-    inside_m = rows < query_len * GROUP
-    top = tl.full([PART_M], float("-inf"), tl.float32)
-    total = tl.zeros([PART_M], tl.float32)
-    acc = tl.zeros([PART_M, D_BLOCK], tl.float32)
-    for start in range(0, used, PART_SPLITS):
-        inside_p = start + pieces < used
-        stats = stats_ptr + (start + pieces)[:, None] * (2 * MAX_Q * GROUP) + rows[None, :]
-        mask = inside_p[:, None] & inside_m[None, :]
-        tops = tl.load(stats, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(stats + MAX_Q * GROUP, mask=mask, other=0.0, cache_modifier=".cg")
-        parts = partial_ptr + (start + pieces)[:, None, None] * (MAX_Q * GROUP * D)
-        parts += rows[None, :, None] * D + dims[None, None, :]
-        mask3 = mask[:, :, None] & (dims < D)[None, None, :]
-        values = tl.load(parts, mask=mask3, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(tops, axis=0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(tops - shift[None, :])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(totals * weights, axis=0)
-        acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], axis=0)
-        top = new_top
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    offsets = (first_token + rows // GROUP).to(tl.int64) * (KV_HEADS * GROUP * D) + (head * GROUP + rows % GROUP) * D
-    target = out_ptr + offsets[:, None] + dims[None, :]
-    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=inside_m[:, None] & (dims < D)[None, :])
+    inside = pieces < used
+    tile_row = token * GROUP + head % GROUP
+    owner = (row.to(tl.int64) * (HEADS // GROUP) + head // GROUP) * splits
+    stats = stats_ptr + (owner + pieces) * (2 * MAX_Q * GROUP) + tile_row
+    parts = partial_ptr + (owner + pieces)[:, None] * (MAX_Q * GROUP * D) + tile_row * D + dims[None, :]
+    values = tl.load(parts, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
+    tops = tl.load(stats, mask=inside, other=float("-inf"))
+    totals = tl.load(stats + MAX_Q * GROUP, mask=inside, other=0.0)
+    weights = tl.exp2(tops - tl.max(tops, axis=0))
+    result = tl.sum(values * weights[:, None], axis=0) / tl.sum(totals * weights, axis=0)
+    target = out_ptr + (out_token.to(tl.int64) * HEADS + head) * D + dims
+    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
 @dataclass(frozen=True)
@@ -218,16 +194,14 @@ def choose_tiles(head_dim: int, element_size: int, rows: int) -> DecodeTiles:
         return DecodeTiles(16, 8 if rows > 32 else 4, 2)
     if rows > 32:
         return DecodeTiles(32, 8, 3)
-    return DecodeTiles(64 if head_dim <= 128 else 32, 4, 3)
+    return DecodeTiles(64 if head_dim <= 128 else 32, 2, 4)
 
 
 _workspaces: dict[torch.device, DecodeWorkspace] = {}
 
 
-def _workspace(
-    meta: AttentionMetadata, q: Tensor, kv: Tensor, rows: int, splits: int, query_len: int
-) -> DecodeWorkspace:
-    sizes = (rows, q.shape[1], kv.shape[1], q.shape[2], splits, query_len)
+def _workspace(meta: AttentionMetadata, q: Tensor, rows: int, splits: int, query_len: int) -> DecodeWorkspace:
+    sizes = (rows, q.shape[1], q.shape[2], splits, query_len)
     given = meta.workspace
     if given is not None:
         if not given.holds(*sizes):
@@ -259,12 +233,13 @@ def decode_attention(
     rows: int,
     query_len: int,
     splits: int | None = None,
+    min_tokens: int | None = None,
     tiles: DecodeTiles | None = None,
 ) -> None:
     """Attention of the first `rows` rows, each with at most `query_len` (<= 8) query tokens, into `out` [T, Hq, D].
 
-    With `query_len` 1 row i's token is token i. `splits` and `tiles` default to the measured choice. Raises ValueError
-    where `query_len` is over 8 or the given workspace is too small.
+    With `query_len` 1 row i's token is token i. `splits`, `min_tokens` (of a piece) and `tiles` default to the measured
+    choice. Raises ValueError where `query_len` is over 8 or the given workspace is too small.
     """
     if query_len > MAX_QUERY_LEN:
         raise ValueError(f"query_len must be at most {MAX_QUERY_LEN}, got {query_len}")
@@ -274,17 +249,17 @@ def decode_attention(
     kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = heads // kv_heads
     tiles = tiles or choose_tiles(dim, kv.element_size(), group * query_len)
-    splits = splits or meta.max_splits or split_kv.choose_splits(rows, kv_heads, meta.max_seq_len, sm_count(q.device))
-    work = _workspace(meta, q, kv, rows, splits, query_len)
+    min_tokens = min_tokens or split_kv.min_split_tokens(rows * kv_heads, sm_count(q.device))
+    splits = splits or meta.max_splits or split_kv.choose_splits(meta.max_seq_len, min_tokens)
+    work = _workspace(meta, q, rows, splits, query_len)
     d_block = triton.next_power_of_2(dim)
-    part_m = triton.next_power_of_2(group * query_len)
+    min_tiles = split_kv.ceil_div(min_tokens, tiles.block_n)
     _decode_kernel[(kv_heads, rows, splits)](
         q,
         kv,
         out,
         work.partial,
         work.stats,
-        work.counters,
         meta.block_tables,
         meta.query_start,
         meta.seq_lens,
@@ -293,18 +268,34 @@ def decode_attention(
         kv.stride(0),
         kv.stride(1),
         meta.block_tables.stride(0),
+        min_tiles,
         KV_HEADS=kv_heads,
         GROUP=group,
         MAX_Q=query_len,
         D=dim,
         D_BLOCK=d_block,
         BS=block_size,
-        BLOCK_M=max(16, part_m),
+        BLOCK_M=max(16, triton.next_power_of_2(group * query_len)),
         BLOCK_N=tiles.block_n,
-        MIN_TILES=split_kv.ceil_div(split_kv.MIN_SPLIT_TOKENS, tiles.block_n),
-        PART_M=part_m,
-        PART_SPLITS=max(1, min(16, 4096 // (part_m * d_block))),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+    if splits > 1:
+        _merge_kernel[(rows, heads, query_len)](
+            out,
+            work.partial,
+            work.stats,
+            meta.query_start,
+            meta.seq_lens,
+            splits,
+            min_tiles,
+            HEADS=heads,
+            GROUP=group,
+            MAX_Q=query_len,
+            D=dim,
+            D_BLOCK=d_block,
+            BLOCK_N=tiles.block_n,
+            SPLITS_BLOCK=triton.next_power_of_2(splits),
+            num_warps=4 if splits > 8 else 1,
+        )

@@ -14,20 +14,18 @@ from torch import Tensor
 
 @dataclass
 class DecodeWorkspace:
-    """Scratch memory of split-KV decode: partial outputs and (maximum, sum) a piece, float32, and a counter of finished
-    pieces a row and KV head, int32, zero between launches. Launches that may overlap need one each.
+    """Scratch memory of split-KV decode: partial outputs and (maximum, sum) of each piece, float32. Launches that may
+    overlap need one each.
     """
 
     partial: Tensor
     stats: Tensor
-    counters: Tensor
 
     @classmethod
     def allocate(
         cls,
         rows: int,
         heads: int,
-        kv_heads: int,
         head_dim: int,
         splits: int,
         query_len: int,
@@ -38,17 +36,12 @@ class DecodeWorkspace:
         return cls(
             torch.empty(pieces * head_dim, dtype=torch.float32, device=device),
             torch.empty(pieces * 2, dtype=torch.float32, device=device),
-            torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
         )
 
-    def holds(self, rows: int, heads: int, kv_heads: int, head_dim: int, splits: int, query_len: int) -> bool:
+    def holds(self, rows: int, heads: int, head_dim: int, splits: int, query_len: int) -> bool:
         """Whether a launch of these sizes fits."""
         pieces = rows * splits * heads * query_len
-        return (
-            self.partial.numel() >= pieces * head_dim
-            and self.stats.numel() >= pieces * 2
-            and self.counters.numel() >= rows * kv_heads
-        )
+        return self.partial.numel() >= pieces * head_dim and self.stats.numel() >= pieces * 2
 
 
 @dataclass

@@ -28,6 +28,7 @@ from kvern_kernels import (
     split_kv,
 )
 from kvern_kernels.decode_attention_triton import DecodeTiles, decode_attention
+from kvern_kernels.gather_triton import gather_contexts
 from kvern_kernels.prefill_attention_triton import PrefillTiles, prefill_attention
 
 torch.set_num_threads(1)
@@ -148,16 +149,15 @@ def test_head_shapes(heads, kv_heads, dim):
 def test_splits_and_verification(splits, query_len):
     lens = [query_len] * 3 if query_len == 1 else [query_len, 1, 2]
     case = Case(lens, [400, 40, 131], heads=6, kv_heads=2 if query_len < 8 else 1)
-    work = DecodeWorkspace.allocate(3, 6, case.kv.shape[1], 16, splits, query_len, DEVICE)
+    work = DecodeWorkspace.allocate(3, 6, 16, splits, query_len, DEVICE)
     case.meta.workspace = work
     expected = case.expected()
-    for _ in range(2):  # the counters must be back at zero
+    for _ in range(2):
         work.partial.fill_(float("nan"))
         work.stats.fill_(float("nan"))
         out = torch.full_like(expected, float("nan"))
-        decode_attention(case.q, case.kv, case.meta, case.scale, out, 3, query_len, splits)
+        decode_attention(case.q, case.kv, case.meta, case.scale, out, 3, query_len, splits, 128)
         close(out, expected)
-        assert work.counters.sum() == 0
 
 
 def test_padded_rows_are_zero_and_write_nothing():
@@ -166,7 +166,7 @@ def test_padded_rows_are_zero_and_write_nothing():
     case.meta.block_tables[1:] = 2**30  # never read
     case.meta.seq_lens_list = None
     out = torch.full((3, 4, 16), float("nan"), device=DEVICE)
-    decode_attention(case.q, case.kv, case.meta, case.scale, out, 3, 1, 4)
+    decode_attention(case.q, case.kv, case.meta, case.scale, out, 3, 1, 4, 128)
     close(out, case.expected())
     assert out[1:].abs().sum() == 0
 
@@ -185,13 +185,13 @@ def test_decode_tiles_within_and_across_blocks():
     case = Case([1, 1], [77, 300], block_size=32)
     for block_n in (16, 32, 64):
         out = torch.full_like(case.q, float("nan"))
-        decode_attention(case.q, case.kv, case.meta, case.scale, out, 2, 1, 2, DecodeTiles(block_n, 4, 2))
+        decode_attention(case.q, case.kv, case.meta, case.scale, out, 2, 1, 2, 128, DecodeTiles(block_n, 4, 2))
         close(out, case.expected())
 
 
 def test_errors_say_what_would_fit():
     case = Case([1], [10])
-    case.meta.workspace = DecodeWorkspace.allocate(1, 4, 2, 16, 1, 1, DEVICE)
+    case.meta.workspace = DecodeWorkspace.allocate(1, 4, 16, 1, 1, DEVICE)
     with pytest.raises(ValueError, match="too small for 1 rows x 4 heads x 9 splits x 1 query tokens of head_dim 16"):
         decode_attention(case.q, case.kv, case.meta, 1.0, case.q, 1, 1, 9)
     with pytest.raises(ValueError, match="query_len must be at most 8, got 9"):
@@ -201,10 +201,23 @@ def test_errors_say_what_would_fit():
 def test_kernel_uses_row_splits_rule():
     """The pieces a launch writes are those that `split_kv.row_splits` says."""
     case = Case([1, 1], [700, 100], dim=16)
-    work = case.meta.workspace = DecodeWorkspace.allocate(2, 4, 2, 16, 3, 1, DEVICE)
+    work = case.meta.workspace = DecodeWorkspace.allocate(2, 4, 16, 3, 1, DEVICE)
     work.stats.fill_(float("nan"))
-    decode_attention(case.q, case.kv, case.meta, case.scale, torch.empty_like(case.q), 2, 1, 3, DecodeTiles(32, 4, 2))
+    decode_attention(
+        case.q, case.kv, case.meta, case.scale, torch.empty_like(case.q), 2, 1, 3, 128, DecodeTiles(32, 4, 2)
+    )
     written = (~work.stats.view(2, 2, 3, -1).isnan()).any(dim=3).sum(dim=2)
-    used = [split_kv.row_splits(length, 3, 32)[0] for length in (700, 100)]
+    used = [split_kv.row_splits(length, 3, 128, 32)[0] for length in (700, 100)]
     assert used == [3, 1]
     assert written[:, 0].tolist() == [3, 0] and written[:, 1].tolist() == [3, 0]
+
+
+def test_gather_contexts():
+    case = Case([1, 3, 2], [40, 17, 33], block_size=16)
+    keys, values = gather_contexts(case.kv, case.meta.block_tables, case.meta.seq_lens, 1, 2, 70)
+    for row, length in ((1, 17), (2, 33)):
+        blocks = case.meta.block_tables[row, : -(-length // 16)].long()
+        expected = attention.gather_context(case.kv, blocks, length)
+        for got, want in ((keys, expected[0]), (values, expected[1])):
+            assert torch.equal(got[row - 1, :, :length], want)
+            assert got[row - 1, :, length:].abs().sum() == 0
