@@ -65,7 +65,7 @@ class BatchBuilder:
     def __init__(self, tables: RowTables, max_num_batched_tokens: int) -> None:
         self._tables = tables
         self._shift = tables.block_size.bit_length() - 1
-        capacity = 64 * (tables.max_num_seqs + 1) + 16 * max_num_batched_tokens + 4096
+        capacity = 128 * tables.max_num_seqs + 32 * max_num_batched_tokens + 4096
         self._staging = Staging(tables.device, capacity)
 
     def build(self, plan: StepPlan, edits: tuple[np.ndarray, np.ndarray] | None) -> StepBatch:
@@ -83,56 +83,62 @@ class BatchBuilder:
         seq_lens = starts + counts
         chosen = samples.nonzero()[0]
         sample_rows, sample_positions = rows[chosen], seq_lens[chosen]
-        union = Feature(int(np.bitwise_or.reduce(self._tables.host.features[sample_rows], initial=0)))
+        tables = self._tables
+        features = tables.host.features[sample_rows]
+        union = Feature(int(np.bitwise_or.reduce(features, initial=0)))
         arrays = [
-            token_rows,
+            token_rows * tables.tokens.shape[1] + positions,
+            token_rows * tables.block_tables.shape[1] + (positions >> self._shift),
+            positions & (tables.block_size - 1),
             positions,
             rows,
             seq_lens.astype(np.int32),
             query_start.astype(np.int32),
             sample_rows,
-            sample_rows * self._tables.tokens.shape[1] + sample_positions,
+            sample_rows * tables.tokens.shape[1] + sample_positions,
             query_start[chosen + 1] - 1,
         ]
         if union & Feature.RANDOM:
-            arrays.append(uniform(self._tables.host.seed[sample_rows], sample_positions))
+            arrays.append(uniform(tables.host.seed[sample_rows], sample_positions))
         uploaded = self._staging.upload(*arrays, *(edits or ()))
         if edits is not None:
-            self._tables.set_blocks(uploaded[-2], uploaded[-1])
-        token_ids, slots = self._gather_tokens(uploaded[0], uploaded[1])
-        meta = self._metadata(uploaded, slots, num_decodes, counts, seq_lens)
+            tables.set_blocks(uploaded[-2], uploaded[-1])
+        token_places, block_places, block_offsets, positions_device, *per_row = uploaded
+        rows_device, seq_lens_device, query_start_device, sample_rows_device, places, hidden_index, *numbers = per_row
+        token_ids = tables.flat_tokens.index_select(0, token_places)
+        slots = block_offsets.add(tables.flat_block_tables.index_select(0, block_places), alpha=tables.block_size)
+        meta = self._metadata(rows_device, seq_lens_device, query_start_device, slots, num_decodes, counts, seq_lens)
         sampling = None
         if len(chosen):
             sampling = SamplingBatch(
                 rows=sample_rows,
                 positions=sample_positions,
-                features=self._tables.host.features[sample_rows],
+                features=features,
                 union=union,
-                rows_device=uploaded[5],
-                hidden_index=None if len(chosen) == len(token_rows) else uploaded[7],
-                places=uploaded[6],
-                uniform=uploaded[8] if union & Feature.RANDOM else None,
+                rows_device=sample_rows_device,
+                hidden_index=None if len(chosen) == len(token_rows) else hidden_index,
+                places=places,
+                uniform=numbers[0] if union & Feature.RANDOM else None,
             )
-        return StepBatch(rows, starts, counts, query_start, token_ids, uploaded[1], meta, sampling)
-
-    def _gather_tokens(self, token_rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(token ids [T] int32, slots [T] int64) of tokens given by row and position."""
-        tables, shift = self._tables, self._shift
-        token_ids = tables.tokens.view(-1)[token_rows * tables.tokens.shape[1] + positions]
-        block = tables.block_tables.view(-1)[token_rows * tables.block_tables.shape[1] + (positions >> shift)]
-        slots = (block.long() << shift) + (positions & (tables.block_size - 1))
-        return token_ids, slots
+        return StepBatch(rows, starts, counts, query_start, token_ids, positions_device, meta, sampling)
 
     def _metadata(
-        self, uploaded: list[Tensor], slots: Tensor, num_decodes: int, counts: np.ndarray, seq_lens: np.ndarray
+        self,
+        rows_device: Tensor,
+        seq_lens_device: Tensor,
+        query_start: Tensor,
+        slots: Tensor,
+        num_decodes: int,
+        counts: np.ndarray,
+        seq_lens: np.ndarray,
     ) -> AttentionMetadata:
         longest = int(seq_lens.max())
         on_cpu = self._tables.device.type == "cpu"
         width = (longest + self._tables.block_size - 1) >> self._shift
         return AttentionMetadata(
-            query_start=uploaded[4],
-            seq_lens=uploaded[3],
-            block_tables=self._tables.block_tables[:, :width].index_select(0, uploaded[2]),
+            query_start=query_start,
+            seq_lens=seq_lens_device,
+            block_tables=self._tables.block_tables[:, :width].index_select(0, rows_device),
             slots=slots,
             num_decodes=num_decodes,
             max_query_len=int(counts.max()),

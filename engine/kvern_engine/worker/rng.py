@@ -23,9 +23,8 @@ def _mix(x: UInts) -> UInts:
 
 def hash64(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> UInts:
     """64 random bits for each pair. Seeds are mixed first: neighbouring seeds (the choices of n > 1) share nothing."""
-    with np.errstate(over="ignore"):
-        state = _mix(seeds.astype(np.uint64) + _GAMMA)
-        return _mix(state + _GAMMA * (positions.astype(np.uint64) + np.uint64(1)))
+    state = _mix(seeds.astype(np.uint64) + _GAMMA)
+    return _mix(state + _GAMMA * (positions.astype(np.uint64) + np.uint64(1)))
 
 
 def uniform(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

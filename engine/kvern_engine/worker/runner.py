@@ -58,7 +58,7 @@ class Runner:
             hidden = hidden.index_select(0, sampling.hidden_index)
         logits = self.model.compute_logits(hidden)
         tokens = self._sampler(logits, sampling)
-        self.tables.tokens.view(-1).index_copy_(0, sampling.places, tokens.int())
+        self.tables.flat_tokens.index_copy_(0, sampling.places, tokens.int())
         pending.rows, pending.tokens = sampling.rows.tolist(), to_host(tokens)
         if sampling.union & Feature.LOGPROBS:
             pending.logprobs = self._sampled_logprobs(logits, tokens, sampling)

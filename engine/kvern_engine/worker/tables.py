@@ -97,6 +97,7 @@ class RowTables:
         width = -(-(max_model_len + 1) // block_size)
         self.block_tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.block_tables[-1] = -1  # so that padding gets negative slots: nothing is written
+        self.flat_tokens, self.flat_block_tables = self.tokens.view(-1), self.block_tables.view(-1)
         self.floats = torch.zeros(len(self.FLOATS), rows, dtype=torch.float32, device=device)
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self.floats
         self.ints = torch.zeros(2, rows, dtype=torch.int64, device=device)
@@ -123,7 +124,7 @@ class RowTables:
 
     def set_blocks(self, places: torch.Tensor, blocks: torch.Tensor) -> None:
         """Block table entries: `places` [n] int64 into the flat table, `blocks` [n] int32."""
-        self.block_tables.view(-1).index_copy_(0, places, blocks)
+        self.flat_block_tables.index_copy_(0, places, blocks)
 
     def _add(self, added: list[AddedRow]) -> None:
         for new in added:
