@@ -119,7 +119,7 @@ def _admit(
         need = total - len(hits) + pool.num_idle(hits)
         growth = books.growth(seq, total)
         short_enough = longest is None or rest <= longest
-        fits = need + growth + reserve <= pool.num_free or books.num_running == 0
+        fits = need + growth + reserve <= pool.num_free  # where nobody runs, whatever was not refused fits
         if any(other.passed_over >= config.patience for other in passed):
             break
         if not (short_enough and fits):

@@ -107,9 +107,9 @@ class EngineCore:
         """Queue a request. Raises ValueError where its id is in use."""
         self._post(self.scheduler.add(request))
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests; unknown ids are ignored."""
-        self._post(self.scheduler.abort(request_ids))
+    def abort(self, request_ids: Iterable[str], choices: Iterable[tuple[str, int]] = ()) -> None:
+        """End these requests, and these choices (request id, index) of others; what is unknown is ignored."""
+        self._post(self.scheduler.abort(request_ids, choices))
 
     @property
     def idle(self) -> bool:

@@ -131,13 +131,20 @@ class Scheduler:
             f"{pool.block_size} tokens): shorten the prompt to {self.max_model_len - 1} tokens"
         )
 
-    def abort(self, request_ids: Iterable[str]) -> OutputsByClient:
-        """End these requests (unknown ids are ignored); each of their open choices gets finish_reason "abort"."""
+    def abort(self, request_ids: Iterable[str], choices: Iterable[tuple[str, int]] = ()) -> OutputsByClient:
+        """End these requests, and these choices (request id, index) of others: open choices get finish_reason "abort".
+
+        Unknown requests and choices, and those that have ended, are ignored.
+        """
         outputs: OutputsByClient = defaultdict(list)
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
                 self._end_request(request, "abort", None, outputs)
+        for request_id, index in choices:
+            request = self._requests.get(request_id)
+            if request is not None and 0 <= index < len(request.choices):
+                self._end_choice(request.choices[index], "abort", None, outputs)
         return outputs
 
     def fail_all(self, reason: str) -> OutputsByClient:
@@ -150,11 +157,13 @@ class Scheduler:
 
     def _end_request(self, request: Request, reason: str, error: str | None, outputs: OutputsByClient) -> None:
         for seq in reversed(request.choices):  # deferred ones first, so that none is promoted on the way
-            if seq.state is not State.FINISHED:
-                self._end(seq)
-                outputs.setdefault(seq.client, []).append(
-                    TokenOutput(request.id, seq.index, [], finish_reason=reason, error=error)
-                )
+            self._end_choice(seq, reason, error, outputs)
+
+    def _end_choice(self, seq: Sequence, reason: str, error: str | None, outputs: OutputsByClient) -> None:
+        if seq.state is not State.FINISHED:
+            self._end(seq)
+            output = TokenOutput(seq.request_id, seq.index, [], finish_reason=reason, error=error)
+            outputs.setdefault(seq.client, []).append(output)
 
     def _end(self, seq: Sequence) -> None:
         """One choice has ended; with the last one its request."""

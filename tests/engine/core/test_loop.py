@@ -89,12 +89,12 @@ def test_without_overlap_each_step_is_read_back_first() -> None:
 
 def test_a_step_that_is_not_back_in_time_is_collected_by_the_next_call() -> None:
     core, worker = make(depth=2, late=2)
-    core.add_request(request(max_tokens=2))
+    core.add_request(request(max_tokens=3))
     core.step(0.5)
     assert core.step(0.5) == {} == core.step(0.5)
     assert worker.log == ["submit 0", "submit 1", "nothing within 0.5", "nothing within 0.5"]
     run(core)
-    assert worker.log[4:] == ["collect 0", "collect 1"]
+    assert worker.log[4:] == ["collect 0", "submit 2", "collect 1", "collect 2"]
 
 
 def test_outputs_are_grouped_by_client_and_refusals_come_with_the_next_step() -> None:

@@ -96,6 +96,14 @@ def test_a_short_prompt_gets_through_beside_a_long_one() -> None:
     assert engine.reasons("long") == {0: "length"}
 
 
+def test_a_second_long_prompt_waits_until_the_first_is_through() -> None:
+    engine = Engine(num_blocks=400, max_num_batched_tokens=32, max_model_len=1000)
+    engine.add("first", 640, max_tokens=1)
+    engine.add("second", 640, max_tokens=1)
+    engine.run()
+    assert engine.first_step("second") == 20  # 20 full steps: in halves both would be late
+
+
 def test_without_chunks_a_prompt_waits_for_a_step_of_its_own() -> None:
     engine = Engine(max_num_batched_tokens=64, max_model_len=64, enable_chunked_prefill=False)
     engine.add("a", 40, max_tokens=3)
@@ -160,6 +168,15 @@ def test_min_tokens_suppresses_every_end() -> None:
     assert not {1, 2} & set(engine.tokens("a")[:7])
     engine.add("b", 6, max_tokens=3)
     assert engine.step().added[0].sampling.suppress == []
+
+
+def test_an_end_before_min_tokens_does_not_end() -> None:
+    engine = Engine(eos=(1,))
+    engine.add("a", 6, max_tokens=9, min_tokens=2)
+    engine.scheduler.schedule()
+    assert engine.scheduler.update(StepResult(0, [0], [[1]], 0.1))[0][0].finish_reason is None
+    engine.scheduler.schedule()
+    assert engine.scheduler.update(StepResult(1, [0], [[1]], 0.1))[0][0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])

@@ -98,13 +98,49 @@ def test_a_preempted_one_waits_for_its_tokens_in_flight(depth: int) -> None:
 
 
 def test_a_finished_one_whose_last_token_is_in_flight_makes_room_without_loss() -> None:
-    engine = Engine(num_blocks=8, depth=4)
-    engine.add("done", 13, max_tokens=2)  # 4 blocks; scheduled to its end in two steps
-    engine.add("grows", 15, max_tokens=16)  # 4 blocks, and needs a fifth in the third step
+    engine = Engine(num_blocks=9, depth=8)
+    engine.add("done", 13, max_tokens=2)  # 4 blocks; scheduled to its end in two steps, of which nothing is back yet
+    engine.add("grows", 15, max_tokens=16)  # 4 blocks, and needs two more before anything is back
+    engine.step(7)
+    assert [len(plan.block_edits) for plan in engine.plans] == [0, 0, 1, 0, 0, 0, 1]
+    assert engine.plans[6].removed == [0]
     engine.run()
     assert engine.core.stats().preemptions == 0
     for name in ("done", "grows"):
         assert engine.tokens(name) == expected(engine, name)
+
+
+def test_what_was_lost_before_counts_as_well() -> None:
+    engine = Engine()
+    engine.add("less", 5, max_tokens=30)
+    engine.add("more", 9, max_tokens=30)
+    engine.step(2)
+    less, more = engine.scheduler._books.decodes
+    assert engine.scheduler._victim(more) is less
+    less.lost = 5
+    assert engine.scheduler._victim(more) is more
+
+
+def test_deferred_choices_do_not_overtake_a_preempted_one() -> None:
+    engine = Engine(max_num_seqs=2)
+    engine.add("old", 5, max_tokens=30)
+    engine.add("forks", 9, n=2, max_tokens=30)
+    engine.step(2)
+    books = engine.scheduler._books
+    books.preempt(books.decodes[0])
+    assert [row.request_id for row in engine.step().added] == ["old"]
+
+
+def test_a_queue_that_cannot_move_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(num_blocks=10)
+    engine.add("a", 16, max_tokens=20)
+    engine.step()
+    engine.add("big", 30, max_tokens=5)
+    engine.step()
+    looked = []
+    monkeypatch.setattr(type(engine.pool), "lookup", lambda self, digests: looked.append(1) or [])
+    engine.step(8)
+    assert not looked
 
 
 # -- no thrashing, no starvation ---------------------------------------------------------------------------------------
