@@ -79,13 +79,13 @@ class Exchange:
         """The client is slower than its replica."""
         self.paused = True
         if self._relay is not None:
-            self._relay.connection.pause()
+            self._relay.pause()
 
     def resume(self) -> None:
         """It has caught up."""
         self.paused = False
         if self._relay is not None:
-            self._relay.connection.resume()
+            self._relay.resume()
 
     def idle_for(self, now: float) -> float:
         """Seconds without a byte in a begun answer."""
@@ -203,10 +203,10 @@ class Exchange:
                 self._relay = relay = Relay(self, replica, connection, began)
                 replica.attempts.add(relay)
                 self._sent_at = self._loop.time()
-                if self.paused:
-                    connection.pause()
                 try:
                     connection.send(relay, head, body, bodiless=request.method == b"HEAD")
+                    if self.paused:
+                        relay.pause()
                     outcome = await relay.outcome
                 finally:
                     replica.attempts.discard(relay)
@@ -252,8 +252,8 @@ class Exchange:
             )
 
     def _stop(self) -> None:
-        if self._relay is not None and not self._relay.outcome.done():
-            self._relay.connection.close()
+        if self._relay is not None:
+            self._relay.close()
         if self._task is not None and self._running:  # a task that is cancelled before it runs never gets to its end
             self._task.cancel()
 

@@ -56,7 +56,7 @@ async def probe_replica(replica: Replica, timeout: float) -> Probe | None:
         return Probe.UNREACHABLE
     finally:
         if connection is not None:
-            connection.close()
+            connection.drop(answer)  # unless its answer is complete, and it somebody else's
     return Probe.READY if status < 400 or status == 404 else Probe.NOT_READY
 
 

@@ -134,9 +134,15 @@ class Relay:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        outcome = self.outcome
-        if not outcome.done() or outcome.cancelled() or isinstance(outcome.result(), Failed):
-            self.connection.close()
+        self.connection.drop(self)
+
+    def pause(self) -> None:
+        """The client takes no more for now."""
+        self.connection.pause(self)
+
+    def resume(self) -> None:
+        """It does again."""
+        self.connection.resume(self)
 
     def idle_for(self, now: float) -> float:
         """Seconds since the last byte of an answer that has begun (a long prefill is not idle); 0 while paused."""
@@ -148,7 +154,7 @@ class Relay:
 
     def _first_event(self, data: bytes) -> None:
         if opening_error(data) is not None and self._exchange.can_try_elsewhere(self._replica):
-            self.connection.close()
+            self.connection.drop(self)
             self._resolve(Failed("its stream opened with an error", sent=True))
             return
         self._start()
@@ -166,7 +172,7 @@ class Relay:
     def _let_go(self) -> None:
         """What was held back goes out, and the rest as it comes (a refusal of such a length is an answer)."""
         if self._writer.head is not None:
-            self.connection.close()
+            self.connection.drop(self)
             self._resolve(Failed("it answered otherwise than the replica before it", sent=True))
             return
         self._refusal = False

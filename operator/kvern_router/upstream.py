@@ -149,20 +149,26 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.write(head)
             self._transport.write(body)
 
-    def pause(self) -> None:
+    # A sink may call these at any time: once its response is complete the connection is another's, and they do nothing.
+
+    def pause(self, sink: Sink) -> None:
         """Stop reading: the client is slower than the replica."""
-        if not self._paused and self._transport is not None and not self._transport.is_closing():
+        if self._sink is sink and not self._paused and self._transport is not None and self.usable:
             self._paused = True
             self._transport.pause_reading()
 
-    def resume(self) -> None:
+    def resume(self, sink: Sink) -> None:
         """Read again."""
-        if self._paused and self._transport is not None and not self._transport.is_closing():
-            self._paused = False
-            self._transport.resume_reading()
+        if self._sink is sink:
+            self._resume()
+
+    def drop(self, sink: Sink) -> None:
+        """Close at once and tell the sink nothing; the replica sees it as its client going away."""
+        if self._sink is sink:
+            self.close()
 
     def close(self) -> None:
-        """Close at once and tell nobody; the replica sees it as its client going away."""
+        """Close, whoever uses it."""
         self._sink = None
         self._pool.forget(self)
         if self._transport is not None:
@@ -172,12 +178,17 @@ class UpstreamConnection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
+    def _resume(self) -> None:
+        if self._paused and self._transport is not None and self.usable:
+            self._paused = False
+            self._transport.resume_reading()
+
     def _finish(self) -> None:
         """The response is complete: back to the pool if another request can follow, then tell the sink."""
         sink, self._sink = self._sink, None
         transport = self._transport
         if self._reusable and transport is not None and transport.get_write_buffer_size() == 0 and self.usable:
-            self.resume()
+            self._resume()
             self._pool.give_back(self)
         else:
             self.close()

@@ -126,12 +126,15 @@ class Replica:
         gone = asyncio.ensure_future(reader.read(1))
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            assert gone.result() == b"", "the router pipelined, or sent more than it announced"
+            assert gone.exception() or gone.result() == b"", "the router pipelined, or sent more than it announced"
             self.disconnects += 1
             work.cancel()
+            await asyncio.wait((work,))
+            if not work.cancelled():
+                work.exception()
             raise ConnectionResetError
         gone.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
             await gone
         await work
 
@@ -259,9 +262,10 @@ class Bench:
         await self.router.start()
         return self.router
 
-    async def client(self) -> Client:
+    async def client(self, limit: int = 1 << 26) -> Client:
+        """A connection; `limit`: bytes that are read ahead of the test."""
         host, port = self.router.address.rsplit(":", 1)
-        client = Client(*await asyncio.open_connection(host, int(port), limit=1 << 26))
+        client = Client(*await asyncio.open_connection(host, int(port), limit=limit))
         self._clients.append(client)
         return client
 
