@@ -6,10 +6,10 @@ Whoever calls it applies the plan: `kvern up` to processes, the operator to a cl
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
-from kvern_operator.api.base import format_time, parse_time
+from kvern_operator.api.base import parse_time
 from kvern_operator.api.status import (
     AutoscalingStatus,
     CacheStatus,
@@ -110,7 +110,7 @@ def replicas_of(service: InferenceService, observed: Observed) -> list[Replica]:
                 served=any(p.served for p in pods),
                 running=any(p.running for p in pods),
                 unschedulable=any(p.reason == "Unschedulable" for p in pods),
-                draining_since=parse_time(since) if since else None,
+                draining_since=datetime.fromisoformat(since) if since else None,
                 in_flight=None if None in known else sum(n for n in known if n is not None),
             )
         )
@@ -145,7 +145,7 @@ def _replica_objects(
         if kind != "StatefulSet" or name in moves.delete:
             continue
         if name in moves.drain:
-            obj = meta.with_annotations(obj, **{meta.DRAINING_SINCE: format_time(now)})
+            obj = meta.with_annotations(obj, **{meta.DRAINING_SINCE: now.isoformat()})
         elif name in moves.resume:
             obj = meta.with_annotations(obj, **{meta.DRAINING_SINCE: None})
         wanted.append(_bare(obj))
@@ -296,16 +296,16 @@ def _status(
 
 def reconcile(service: InferenceService, observed: Observed, now: datetime, settings: Settings = DEFAULTS) -> Plan:
     """The plan for one service. `now` is aware; the plan's times are in UTC with whole seconds."""
-    now = parse_time(now)
+    exact, now = now.astimezone(UTC), parse_time(now)
     desired = desired_replicas(service.spec)
     replicas = replicas_of(service, observed)
-    moves = plan_moves(replicas, desired, service.spec.rollout, now, observed.spare_replicas)
+    moves = plan_moves(replicas, desired, service.spec.rollout, exact, observed.spare_replicas)
     names = _new_names(service, _taken(service, replicas, observed.pods), moves.add)
     marked = {r.name for r in replicas if r.leaving}
     leaving = frozenset((marked | set(moves.drain)) - set(moves.resume))
 
     wanted = _surroundings(service, observed, leaving, desired, settings)
-    wanted += _replica_objects(service, observed, moves, names, now, settings)
+    wanted += _replica_objects(service, observed, moves, names, exact, settings)
     stamped = [meta.stamped(obj) for obj in meta.in_creation_order(wanted)]
     live = {meta.key(obj): obj for obj in observed.children}
     keys = {meta.key(obj) for obj in stamped}
@@ -314,7 +314,7 @@ def reconcile(service: InferenceService, observed: Observed, now: datetime, sett
         apply=tuple(obj for obj in stamped if meta.differs(obj, live.get(meta.key(obj)))),
         # Workloads first: their pods mount the rest.
         delete=tuple(sorted(obsolete, key=lambda k: (-meta.KINDS.index(k[0]), k[1]))),
-        drain=_to_tell(observed.pods, leaving - set(moves.delete), draining=True),
+        drain=_to_tell(observed.pods, moves.tell, draining=True),
         resume=_to_tell(observed.pods, {r.name for r in replicas} - leaving, draining=False),
         status=_status(service, observed, replicas, desired, now, settings),
         notes=tuple(_notes(service, replicas, moves, names, desired)),

@@ -11,7 +11,9 @@ from datetime import datetime, timedelta
 from kvern_operator.api.base import resolve_count
 from kvern_operator.api.types import Rollout
 
-# A request that the router sent just before it learned of the drain needs this long to show up as in flight.
+# First the routers stop sending, then the replica is told to drain, then what it holds is believed: a request that a
+# router sent just before it learned of the drain needs a moment to show up as in flight.
+ROUTERS_FIRST = timedelta(seconds=1)
 DRAIN_SETTLE = timedelta(seconds=2)
 
 
@@ -37,10 +39,14 @@ class Replica:
 
 @dataclass(frozen=True)
 class Moves:
-    """What to do with the replicas now. `wait`: when to look again, if nothing happens before."""
+    """What to do with the replicas now. `wait`: when to look again, if nothing happens before.
+
+    `drain` are marked as leaving, `tell` are replicas marked before whose pods are to be told now.
+    """
 
     add: int = 0
     drain: tuple[str, ...] = ()
+    tell: tuple[str, ...] = ()
     resume: tuple[str, ...] = ()
     delete: tuple[str, ...] = ()
     wait: timedelta | None = None
@@ -99,10 +105,15 @@ def plan_moves(
     return Moves(
         add=_addable(desired, len(new), still_there, held_by_old, bounds),
         drain=tuple(r.name for r in drain),
+        tell=tuple(r.name for r in leaving if r not in resume and _since(r, now) >= ROUTERS_FIRST),
         resume=tuple(r.name for r in resume if r not in surplus),
         delete=tuple(sorted(delete)),
-        wait=min(waits, default=None) if not drain else min([*waits, DRAIN_SETTLE]),
+        wait=min(waits, default=None) if not drain else min([*waits, ROUTERS_FIRST]),
     )
+
+
+def _since(replica: Replica, now: datetime) -> timedelta:
+    return now - replica.draining_since if replica.draining_since is not None else timedelta(0)
 
 
 def _finished(replicas: list[Replica], rollout: Rollout, now: datetime) -> tuple[set[str], list[timedelta]]:
@@ -112,12 +123,12 @@ def _finished(replicas: list[Replica], rollout: Rollout, now: datetime) -> tuple
         if replica.draining_since is None:
             continue
         left = replica.draining_since + timedelta(seconds=rollout.drain_timeout_seconds) - now
-        settle = replica.draining_since + DRAIN_SETTLE - now
-        empty = replica.in_flight == 0 and settle <= timedelta(0)
+        empty = replica.in_flight == 0 and _since(replica, now) >= DRAIN_SETTLE
         if not replica.served or not replica.running or empty or left <= timedelta(0):
             done.add(replica.name)
         else:
-            waits.append(settle if timedelta(0) < settle < left else left)
+            steps = [replica.draining_since + step - now for step in (ROUTERS_FIRST, DRAIN_SETTLE)]
+            waits.append(min((step for step in (*steps, left) if step > timedelta(0)), default=left))
     return done, waits
 
 

@@ -36,11 +36,13 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def answer(self, status: int, body: object) -> None:
+    def answer(self, status: int, body: object, headers: dict[str, str] | None = None) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 
@@ -66,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
                 State.draining = True
             self.admin_answer()
         elif closed():
-            self.answer(503, {"error": {"message": "draining"}})
+            self.answer(503, {"error": {"message": "draining"}}, {"Retry-After": "1"})
         else:
             self.stream(body)
 

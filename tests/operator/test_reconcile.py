@@ -107,9 +107,13 @@ def test_scale_down_drains_the_replica_with_the_least_in_flight_then_deletes_it(
     assert plan.notes == ("draining replica smol-r1 (1 in flight): 2 replicas are wanted",)
     assert plan.delete == ()
     assert {r["name"]: r["state"] for r in replicas_file(cluster)["replicas"]}["smol-r1-0"] == "draining"
-    assert plan.drain == ("smol-r1-0",)
+    assert plan.drain == () and plan.requeue_after == 1  # routers first: nobody is to send to what refuses
+    cluster.tick(0.9)
+    assert cluster.step(smaller).drain == ()
+    cluster.tick(0.1)
+    plan = cluster.step(smaller)
+    assert plan.drain == ("smol-r1-0",) and plan.requeue_after == 1
     assert "smol-r1" in cluster.replicas
-    cluster.tick(1)
     cluster.change("smol-r1-0", in_flight=0)
     assert cluster.step(smaller).delete == ()  # a request may still be on its way from the router
     cluster.tick(1)
@@ -140,6 +144,7 @@ def test_a_drain_is_taken_back_when_more_replicas_are_wanted_again():
     cluster.change("smol-r0-0", in_flight=9)
     cluster.change("smol-r1-0", in_flight=3)
     cluster.step(service("", generation=2))
+    cluster.tick(1)
     cluster.step(service("", generation=2))
     assert cluster.pods["smol-r1-0"].draining
     plan = cluster.step(service("replicas: 2", generation=3))
