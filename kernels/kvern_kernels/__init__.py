@@ -4,15 +4,29 @@ The KV cache of one layer is `kv` [2, num_kv_heads, num_blocks, block_size, head
 block * block_size + offset. Importing this package does not import Triton.
 """
 
-from .dispatch import add_rms_norm, paged_attention, rms_norm, rope_and_cache, silu_and_mul
+from .decode_inputs import DecodeInputs
+from .dispatch import (
+    add_rms_norm,
+    gather_decode_inputs,
+    paged_attention,
+    rms_norm,
+    rope_and_cache,
+    sample_tokens,
+    silu_and_mul,
+)
 from .metadata import AttentionMetadata, DecodeWorkspace
+from .sampling import SamplingTables
 
 __all__ = [
     "AttentionMetadata",
+    "DecodeInputs",
     "DecodeWorkspace",
+    "SamplingTables",
     "add_rms_norm",
+    "gather_decode_inputs",
     "paged_attention",
     "rms_norm",
     "rope_and_cache",
+    "sample_tokens",
     "silu_and_mul",
 ]

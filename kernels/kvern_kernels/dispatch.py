@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from . import activation, attention, cpu_attention, norm, rotary
+from . import activation, attention, cpu_attention, decode_inputs, norm, rotary, sampling
+from .decode_inputs import DecodeInputs
 from .metadata import AttentionMetadata
+from .sampling import SamplingTables
 
 CHOICES = ("", "auto", "reference", "triton")
 _FORCED = os.environ.get("KVERN_KERNELS", "")
@@ -82,3 +84,31 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
         return activation_triton.silu_and_mul(x)
     return activation.silu_and_mul(x)
+
+
+def gather_decode_inputs(
+    rows: Tensor, positions: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int
+) -> DecodeInputs:
+    """A decode step's inputs from the row tables; see `decode_inputs.py`."""
+    if _triton(rows):
+        from . import decode_inputs_triton
+
+        return decode_inputs_triton.decode_inputs(rows, positions, tokens, block_tables, block_size)
+    return decode_inputs.decode_inputs(rows, positions, tokens, block_tables, block_size)
+
+
+def sample_tokens(
+    logits: Tensor,
+    rows: Tensor,
+    state: SamplingTables,
+    uniform: Tensor | None,
+    tokens: Tensor,
+    places: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Greedy or random tokens by each row's sampling state, also written to the token table; see `sampling.py`."""
+    if _triton(logits):
+        from . import sampling_triton
+
+        return sampling_triton.sample_tokens(logits, rows, state, uniform, tokens, places, out)
+    return sampling.sample_tokens(logits, rows, state, uniform, tokens, places, out)

@@ -1,0 +1,128 @@
+"""Sampling and the decode step's inputs in Triton against their references: interpreted on a CPU, compiled on a GPU.
+
+Run by `test_triton_sampling.py` in a process of its own, or directly: `pytest tests/kernels/sampling_cases.py`.
+"""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from kvern_kernels import SamplingTables, decode_inputs, decode_inputs_triton, sampling, sampling_triton
+
+torch.set_num_threads(1)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def state_of(rows, vocab, **columns):
+    """Tables of `rows` + 1 rows; the last one is greedy."""
+    defaults = {"temperature": 1.0, "top_k": vocab, "top_p": 1.0, "min_p": 0.0}
+    parts = {}
+    for name, default in defaults.items():
+        values = columns.get(name, [default] * rows)
+        dtype = torch.int64 if name == "top_k" else torch.float32
+        parts[name] = torch.tensor([*values, 0 if name == "temperature" else default], dtype=dtype, device=DEVICE)
+    return SamplingTables(**parts)
+
+
+def run_both(logits, state, uniform, rows=None):
+    """(token ids by Triton, by the reference); checks that both write the same into the token table."""
+    count = len(logits)
+    rows = torch.arange(count, dtype=torch.int32, device=DEVICE) if rows is None else rows
+    places = torch.arange(count, device=DEVICE) * 3 + 1
+    places[-1] = -1
+    tables = [torch.full((count, 3), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    got = sampling_triton.sample_tokens(logits, rows, state, uniform, tables[0], places)
+    expected = sampling.sample_tokens(logits, rows, state, uniform, tables[1], places)
+    assert torch.equal(tables[0][:-1, 1].long(), got[:-1])
+    assert (tables[0][:, 0] == -7).all() and (tables[0][-1] == -7).all()
+    assert torch.equal(tables[0], tables[1]) or not torch.equal(got, expected)
+    return got, expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 100, 8192, 3001])
+def test_greedy_takes_the_first_of_the_largest(vocab, dtype):
+    torch.manual_seed(vocab)
+    logits = torch.randn(4, vocab + 8, device=DEVICE).to(dtype)[:, :vocab]
+    logits[1] = 2.5  # all equal
+    logits[2, vocab // 2 :] = logits[2].max() + 1
+    for uniform in (None, torch.rand(4, dtype=torch.float64, device=DEVICE)):
+        got, expected = run_both(logits, state_of(4, vocab, temperature=[0.0] * 4), uniform)
+        assert got.tolist() == expected.tolist()
+    assert got.tolist()[1:3] == [0, vocab // 2]
+
+
+SETTINGS = [
+    {},
+    {"temperature": [0.3, 1.0, 2.0, 0.0, 0.7, 1.3]},
+    {"top_k": [1, 2, 5, 40, 300, 3001]},
+    {"top_p": [0.01, 0.5, 0.9, 0.99, 0.3, 1.0]},
+    {"min_p": [0.0, 0.01, 0.3, 1.0, 0.1, 0.05]},
+    {"top_k": [50, 3, 3001, 10, 7, 1], "top_p": [0.9, 0.5, 0.8, 1.0, 0.95, 0.2], "min_p": [0.0, 0.1, 0.02, 0, 0, 0.2]},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(s) or "plain")
+def test_draws_as_the_reference(setting, dtype):
+    vocab = 3001 if dtype == torch.bfloat16 else 8195
+    torch.manual_seed(len(setting))
+    same = total = 0
+    for scale in (1.0, 6.0):
+        logits = (torch.randn(6, vocab, device=DEVICE) * scale).to(dtype)
+        uniform = torch.rand(6, dtype=torch.float64, device=DEVICE)
+        uniform[0], uniform[5] = 0.0, 1 - 2**-53
+        state = state_of(6, vocab, **setting)
+        got, expected = run_both(logits, state, uniform)
+        same += int((got == expected).sum())
+        total += 6
+        assert ((got >= 0) & (got < vocab)).all()
+    # Sums in another order: a random number may fall on the other side of a boundary, but hardly ever.
+    assert same >= total - 1
+
+
+def test_never_draws_what_is_banned():
+    vocab = 9001
+    logits = torch.randn(3, vocab, device=DEVICE)
+    logits[:, ::2] = float("-inf")
+    logits[2] = float("-inf")
+    logits[2, 8999] = 1.0
+    for number in (0.0, 0.3, 0.999999, 1 - 2**-53):
+        uniform = torch.full((3,), number, dtype=torch.float64, device=DEVICE)
+        got, _ = run_both(logits, state_of(3, vocab, top_k=[vocab, 100, 5], top_p=[1.0, 0.9, 0.9]), uniform)
+        assert (got[:2] % 2 == 1).all() and got[2] == 8999
+
+
+def test_a_distribution():
+    """300 draws from four tokens come as often as they should."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]], device=DEVICE).expand(300, 4).contiguous()
+    uniform = torch.rand(300, dtype=torch.float64, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
+    rows = torch.zeros(300, dtype=torch.int32, device=DEVICE)
+    got, _ = run_both(logits, state_of(1, 4, temperature=[0.8], top_p=[0.97]), uniform, rows)
+    wanted = (torch.tensor([0.0, 1.0, 2.0]) / 0.8).softmax(0)  # the fourth has 1.7 %, the first three over 97 %
+    shares = torch.bincount(got, minlength=4).float().cpu() / 300
+    assert shares[3] == 0
+    assert torch.allclose(shares[:3], wanted, atol=0.09)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_decode_inputs(block_size):
+    torch.manual_seed(block_size)
+    tokens = torch.randint(0, 1000, (6, 301), dtype=torch.int32, device=DEVICE)
+    tables = torch.randint(0, 99, (6, -(-301 // block_size)), dtype=torch.int32, device=DEVICE)
+    tables[-1] = -1
+    rows = torch.tensor([3, 0, 4, 5, 5], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([0, 299, block_size, -1, -1], dtype=torch.int32, device=DEVICE)
+    got = decode_inputs_triton.decode_inputs(rows, positions, tokens, tables, block_size)
+    expected = decode_inputs.decode_inputs(rows, positions, tokens, tables, block_size)
+    for name in ("token_ids", "positions", "slots", "seq_lens", "places"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+    assert got.seq_lens.tolist() == [1, 300, block_size + 1, 0, 0] and got.slots.tolist()[3:] == [-1, -1]
+    for i, position in enumerate(positions.tolist()):
+        used = (position + block_size) // block_size
+        assert torch.equal(got.block_tables[i, :used], expected.block_tables[i, :used])
