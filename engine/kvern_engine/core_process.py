@@ -139,7 +139,7 @@ class CoreProcess:
                 if isinstance(message, AddRequest):
                     core.add_request(message)
                 else:
-                    core.abort(message.request_ids)
+                    core.abort(message.request_ids, message.choices)
             except ValueError:  # msgspec's errors are ValueErrors too: one bad message must not end everybody's engine
                 log.exception("a message of %d bytes was refused", len(data))
 

@@ -28,9 +28,13 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """The caller is gone or has seen a stop string: end these requests. Unknown ids are ignored."""
+    """The caller is gone or has seen a stop string: end these requests, and of others only some choices.
+
+    Unknown ids, and choices that have ended, are ignored.
+    """
 
     request_ids: list[str]
+    choices: list[tuple[str, int]] = []  # request id, index
 
 
 class TokenOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):

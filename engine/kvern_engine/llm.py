@@ -166,14 +166,17 @@ class LLM:
                 core.add_request(AddRequest(job.request_id, 0, job.prompt_token_ids, job.params, now))
             while open_jobs:
                 ended = []
+                stopped: list[tuple[str, int]] = []
                 for output in core.step().get(0, ()):
                     open_job = open_jobs.get(output.request_id)  # None: after its stop string
                     if open_job is not None and open_job.absorb(output):
                         del open_jobs[output.request_id]
                         ended.append(open_job)
-                stopped = [job.request_id for job in ended if job.stopped_by_text]
+                    if open_job is not None and open_job.stopped:
+                        stopped += open_job.stopped
+                        open_job.stopped = []
                 if stopped:
-                    core.abort(stopped)
+                    core.abort((), stopped)
                 yield ended
         finally:
             if open_jobs:

@@ -97,7 +97,7 @@ class Job:
     ) -> None:
         self.index, self.request_id = index, request_id
         self.prompt, self.prompt_token_ids, self.params = prompt, prompt_token_ids, params
-        self.stopped_by_text = False
+        self.stopped: list[tuple[str, int]] = []  # choices at a stop string: the engine must be told
         self._tokenizer = tokenizer
         self._watch_text = tokenizer is not None and bool(params.stop)
         self._choices = [_Choice(self._detokenizer()) for _ in range(params.n)]
@@ -137,6 +137,8 @@ class Job:
         if output.prompt_logprobs:
             self._prompt_logprobs += output.prompt_logprobs
         if self._watch_text and self._stop_string(choice, output.token_ids):
+            if output.finish_reason is None:
+                self.stopped.append((self.request_id, output.index))
             return self._end(choice, "stop", choice.stop_reason)
         if output.finish_reason is None:
             return False
@@ -153,7 +155,6 @@ class Job:
         used = choice.detokenizer.tokens_used
         del choice.token_ids[used:], choice.logprobs[used:]
         choice.stop_reason = choice.detokenizer.stopped
-        self.stopped_by_text = True
         return True
 
     def _end(self, choice: _Choice, reason: str, stop_reason: int | str | None) -> bool:

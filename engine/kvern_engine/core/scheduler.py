@@ -335,14 +335,18 @@ class Scheduler:
                 if tokens:
                     self._append(by_row[row], tokens, result.logprobs.get(row), outputs)
             return outputs
+        client: int | None = None
         for seq, sampled in zip(record.seqs, result.tokens, strict=True):
             known = seq.tokens
             if len(known) >= seq.alarm or sampled[0] in seq.stops:
                 if sampled:
                     self._append(seq, sampled, None, outputs)
-            else:
-                known.append(sampled[0])
-                outputs[seq.client].append(TokenOutput(seq.request_id, seq.index, sampled))
+                continue
+            known.append(sampled[0])
+            if seq.client != client:
+                client = seq.client
+                deliver = outputs[client].append
+            deliver(TokenOutput(seq.request_id, seq.index, sampled))
         return outputs
 
     def _append(

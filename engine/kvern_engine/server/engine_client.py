@@ -197,6 +197,11 @@ class EngineClient:
             handle.times.tokens, handle.times.longest = sum(handle.counts), max(handle.counts)
             self.metrics.request_done(handle.key, reason, handle.times)
 
+    def end_choice(self, handle: EngineRequest, index: int) -> None:
+        """Stop computing one choice, which the caller has seen the end of; the others go on."""
+        if handle.id in self._live and not handle.engine_died:
+            self._send(handle.engine, Abort([], [(handle.id, index)]))
+
     def abort(self, request_id: str) -> None:
         """End a request by its id; unknown ids are ignored."""
         handle = self._live.get(request_id)

@@ -147,27 +147,30 @@ class Session:
         mailbox was closed with."""
         touched: dict[int, Choice] = {}
         for request, output in await self.mailbox.get():
-            if output.finish_reason in ("error", "abort"):
+            choice = self.choices[request.tag][output.index]
+            stopped_here = choice.finish_reason is not None  # at a stop string, which the engine knows nothing of
+            if output.finish_reason == "error" or (output.finish_reason == "abort" and not stopped_here):
                 raise self._failure(request, output)
             if output.num_cached_tokens:
                 self._cached += output.num_cached_tokens
             if output.prompt_logprobs:
                 self.prompt_logprobs[request.tag] += output.prompt_logprobs
-            choice = self.choices[request.tag][output.index]
-            if choice.finish_reason is not None:
+            if stopped_here:
                 continue
             choice.feed(output)
             touched[choice.index] = choice
             if choice.finish_reason is not None:
-                self._choice_ended(request)
+                self._choice_ended(request, output)
         return [piece for choice in touched.values() if (piece := choice.take()) is not None]
 
-    def _choice_ended(self, request: EngineRequest) -> None:
+    def _choice_ended(self, request: EngineRequest, output: TokenOutput) -> None:
         self._left[request.tag] -= 1
         if self._left[request.tag] == 0:
             self._open -= 1
             ended = {c.finish_reason for c in self.choices[request.tag]}
             self._client.release(request, "length" if "length" in ended else "stop")
+        elif output.finish_reason is None:
+            self._client.end_choice(request, output.index)
 
     def _failure(self, request: EngineRequest, output: TokenOutput) -> ApiError:
         for other in self._requests:

@@ -53,6 +53,23 @@ def test_stop_strings_cut_text_and_tokens(llm):
     assert llm.core.idle
 
 
+def test_a_choice_at_its_stop_string_is_not_computed_on(llm):
+    sampled = {"n": 3, "seed": 1, "ignore_eos": True, "max_tokens": 40}
+    (full,) = llm.generate("And God", SamplingParams(**sampled), use_tqdm=False)
+    texts = [output.text for output in full.outputs]
+    stop = next(
+        piece for i in range(4, 40) if not any((piece := texts[1][i : i + 4]) in t for t in (texts[0], texts[2]))
+    )
+    before = llm.core.stats().step_tokens
+    (cut,) = llm.generate("And God", SamplingParams(stop=stop, **sampled), use_tqdm=False)
+    computed = llm.core.stats().step_tokens - before
+    assert [output.finish_reason for output in cut.outputs] == ["length", "stop", "length"]
+    assert [o.text for o in cut.outputs] == [texts[0], texts[1][: texts[1].index(stop)], texts[2]]
+    generated = sum(len(output.token_ids) for output in cut.outputs)
+    # Each choice computes the last prompt token and all of its own but the last; one may run on for two steps.
+    assert computed <= len(cut.prompt_token_ids) + generated + 2, (computed, generated)
+
+
 def test_n_and_logprobs(llm):
     params = SamplingParams(n=3, seed=1, max_tokens=6, logprobs=2, ignore_eos=True)
     (result,) = llm.generate("And God", params, use_tqdm=False)

@@ -42,6 +42,8 @@ def live(shared: Setup, tokenizer: Tokenizer) -> Setup:
     core = shared.cores[0]
     core.refuse, core.cached_tokens, core.step_seconds = None, 0, 0.0005
     core.requests.clear()
+    core.aborts.clear()
+    core.aborted_choices.clear()
     core.running.set()
     core.reply = saying(tokenizer, "In the beginning God created the heaven and the earth.")
     return shared

@@ -21,6 +21,7 @@ class _Running:
     index: int
     tokens: list[int]
     at: int = 0
+    aborted: bool = False
 
 
 @dataclass
@@ -42,6 +43,7 @@ class FakeCore:
     refuse: str | None = None
     requests: list[AddRequest] = field(default_factory=list)
     aborts: dict[str, float] = field(default_factory=dict)
+    aborted_choices: list[tuple[str, int]] = field(default_factory=list)
     stats: EngineStats = field(default_factory=lambda: EngineStats(0))
 
     def __post_init__(self) -> None:
@@ -115,6 +117,9 @@ class FakeCore:
         if isinstance(message, Abort):
             for request_id in message.request_ids:
                 self.aborts[request_id] = time.monotonic()
+            self.aborted_choices += message.choices
+            for r in self._live:
+                r.aborted |= (r.request.request_id, r.index) in message.choices
             self._live = [r for r in self._live if r.request.request_id not in self.aborts]
             return
         self.requests.append(message)
@@ -127,6 +132,8 @@ class FakeCore:
         for r in self._live:
             if self.refuse is not None:
                 output = TokenOutput(r.request.request_id, r.index, [], "error", error=self.refuse)
+            elif r.aborted:
+                output = TokenOutput(r.request.request_id, r.index, [], "abort")
             else:
                 output = self._output(r)
             outputs.setdefault(r.request.client, []).append(output)

@@ -189,6 +189,32 @@ def test_stop_string_aborts_the_rest(live: Setup, http: httpx.Client) -> None:
     wait_until(lambda: live.cores[0].requests[0].request_id in live.cores[0].aborts)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_choice_at_its_stop_string_is_not_computed_on(
+    live: Setup, http: httpx.Client, tokenizer: Tokenizer, stream: bool
+) -> None:
+    """Its siblings go on to their ends, and what the engine says about the aborted choice is not an error."""
+    core = live.cores[0]
+    (the,) = tokenizer.encode(" the", add_special_tokens=False)
+    (lord,) = tokenizer.encode(" Lord", add_special_tokens=False)
+    core.step_seconds = 0.01
+    core.reply = lambda request, choice: [the] * 3 + [lord] if choice == 1 else [the]
+    fields = {"n": 3, "stop": " Lord", "max_tokens": 25, "ignore_eos": True}
+    ends: dict[int, str] = {}
+    if stream:
+        for event in events_of(ask(http, stream=True, **fields)):
+            for choice in event["choices"]:
+                if choice["finish_reason"]:
+                    ends[choice["index"]] = choice["finish_reason"]
+    else:
+        answer = ask(http, **fields).json()
+        ends = {choice["index"]: choice["finish_reason"] for choice in answer["choices"]}
+        assert [choice["message"]["content"] for choice in answer["choices"]] == [" the" * 25, " the" * 3, " the" * 25]
+        assert answer["usage"]["completion_tokens"] == 25 + 4 + 25
+    assert ends == {0: "length", 1: "stop", 2: "length"}
+    assert core.aborted_choices == [(core.requests[0].request_id, 1)] and not core.aborts
+
+
 def test_stop_token_is_counted_but_not_text(live: Setup, http: httpx.Client, tokenizer: Tokenizer) -> None:
     the = tokenizer.encode(" the", add_special_tokens=False)[0]
     answer = ask(http, stop_token_ids=[the]).json()
