@@ -26,7 +26,8 @@ import time
 from pathlib import Path
 
 EVENT = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1700000000, "model": "m"}
-CHUNK = b"data: " + json.dumps({**EVENT, "choices": [{"index": 0, "text": " token", "logprobs": None}]}).encode() + b"\n\n"
+CHOICE = {"index": 0, "text": " token", "logprobs": None}
+CHUNK = b"data: " + json.dumps({**EVENT, "choices": [CHOICE]}).encode() + b"\n\n"
 FRAMED = b"%x\r\n%b\r\n" % (len(CHUNK), CHUNK)
 SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 ANSWER = json.dumps({**EVENT, "choices": [{"text": "x" * 800}]}).encode()
@@ -98,7 +99,8 @@ class StreamClient(asyncio.Protocol):
 
 
 def request(path, body=b""):
-    head = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    fields = f"host: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\n{fields}\r\n"
     return head.encode() + body
 
 
@@ -146,7 +148,8 @@ def cpu_seconds(pid):
 
 
 def start_backend(cores):
-    ours = subprocess.Popen([sys.executable, __file__, "--backend"], stdout=subprocess.PIPE, text=True, preexec_fn=lambda: pin(cores))
+    command = [sys.executable, __file__, "--backend"]
+    ours = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: pin(cores))
     return ours, int(ours.stdout.readline())
 
 
@@ -154,7 +157,8 @@ def start_router(port, folder, cores, replicas):
     file = Path(folder) / "replicas.json"
     entries = [{"name": f"r{i}", "url": f"http://127.0.0.1:{port}"} for i in range(replicas)]
     file.write_text(json.dumps({"model": "m", "replicas": entries}))
-    command = [sys.executable, "-m", "kvern_router.main", "--listen", "127.0.0.1:0", "--replicas-file", str(file), "--no-access-log"]
+    flags = ["--listen", "127.0.0.1:0", "--replicas-file", str(file), "--no-access-log"]
+    command = [sys.executable, "-m", "kvern_router.main", *flags]
     router = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: pin(cores))
     for line in router.stderr:
         if "listening on http://" in line:
@@ -189,8 +193,15 @@ def measure_latency(direct, routed, count):
             samples[port] += latency(port, count // 5)
     p50 = {port: statistics.median(values) * 1e3 for port, values in samples.items()}
     p99 = {port: sorted(values)[int(0.99 * len(values))] * 1e3 for port, values in samples.items()}
-    row(bench="latency", requests=count, direct_p50_ms=round(p50[direct], 3), routed_p50_ms=round(p50[routed], 3),
-        direct_p99_ms=round(p99[direct], 3), routed_p99_ms=round(p99[routed], 3), added_p50_ms=round(p50[routed] - p50[direct], 3))  # fmt: skip
+    row(
+        bench="latency",
+        requests=count,
+        direct_p50_ms=round(p50[direct], 3),
+        routed_p50_ms=round(p50[routed], 3),
+        direct_p99_ms=round(p99[direct], 3),
+        routed_p99_ms=round(p99[routed], 3),
+        added_p50_ms=round(p50[routed] - p50[direct], 3),
+    )
 
 
 def measure_chunks(name, router, port, args, rate):
@@ -199,8 +210,19 @@ def measure_chunks(name, router, port, args, rate):
         chunks, reads, wall = run.run(streams(port, args.streams, args.seconds, rate))
     user, system = (after - earlier for after, earlier in zip(cpu_seconds(router.pid), before, strict=True))
     cpu = user + system
-    row(bench="chunks", load=name, streams=args.streams, chunks=chunks, wall_s=round(wall, 2), chunks_per_s=round(chunks / wall),
-        asked_per_s=rate or None, client_reads=reads, router_user_s=round(user, 2), router_system_s=round(system, 2), chunks_per_cpu_s=round(chunks / cpu))  # fmt: skip
+    row(
+        bench="chunks",
+        load=name,
+        streams=args.streams,
+        chunks=chunks,
+        wall_s=round(wall, 2),
+        chunks_per_s=round(chunks / wall),
+        asked_per_s=rate or None,
+        client_reads=reads,
+        router_user_s=round(user, 2),
+        router_system_s=round(system, 2),
+        chunks_per_cpu_s=round(chunks / cpu),
+    )
 
 
 def main():

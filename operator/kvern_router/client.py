@@ -299,6 +299,11 @@ class ClientConnection(asyncio.Protocol):
         return self._exchange is not None or bool(self._queue)
 
     @property
+    def unfinished(self) -> bool:
+        """Whether a request is under way, waiting, or being received: what a drain waits for."""
+        return self.busy or self._current is not None
+
+    @property
     def exchange(self) -> Exchange | None:
         return self._exchange
 
@@ -324,7 +329,7 @@ class ClientConnection(asyncio.Protocol):
 
     def close_if_idle(self) -> None:
         """For a drain: a connection without a request is closed now, another after its answer."""
-        if not self.busy and self._current is None:
+        if not self.unfinished:
             self._close()
 
     def _head_too_large(self) -> RouterError:

@@ -199,7 +199,7 @@ class Exchange:
                 except OSError as error:
                     why = f"cannot connect ({error or 'no answer in time'})"
                     fleet.failed(replica, began, why)
-                    return Failed(why, sent=False)
+                    return Failed(why, sent=fresh)  # the request may have killed it on the connection that seemed stale
                 self._relay = relay = Relay(self, replica, connection, began)
                 replica.attempts.add(relay)
                 self._sent_at = self._loop.time()

@@ -1,8 +1,8 @@
 """One attempt of one request on one replica: what the replica answers, passed on or held back.
 
-An answer is held back until its first byte of body (an event stream) or until it is whole or 64 KiB long (anything
-else): up to there the request can still go to another replica. Afterwards bytes go through as they come, and a replica
-that is lost ends the stream with an error event.
+An answer is held back until its first byte of body (an event stream) or until it is whole, 64 KiB long or a quarter of
+a second old (anything else): up to there the request can still go to another replica. Afterwards bytes go through as
+they come, and a replica that is lost ends the stream with an error event.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from kvern_router.fleet import Replica
 
 HOLD_BACK_BYTES = 64 * 1024
-HOLD_BACK_SECONDS = 5.0  # then a held back head (event stream), or head and what there is of a body, goes out
+HEAD_SECONDS = 5.0  # then the head of an event stream goes out without a body (which keeps it retryable)
+BODY_SECONDS = 0.25  # then what there is of any other body goes out
 TRY_ELSEWHERE = (500, 502, 503)  # statuses of a replica that is draining, loading or broken
 
 
@@ -78,12 +79,12 @@ class Relay:
             refused = refused or not head.is_sse or head.status != writer.head.status
         self._refusal = refused
         if refused:
-            self._timer = self._loop.call_later(HOLD_BACK_SECONDS, self.move, "its refusal did not end")
+            self._timer = self._loop.call_later(HEAD_SECONDS, self.move, "its refusal did not end")
             return
         self._replica.health.served(self._began)
         if head.is_sse:
             self._gate = LineGate()
-            self._timer = self._loop.call_later(HOLD_BACK_SECONDS, self._let_head_go)
+            self._timer = self._loop.call_later(HEAD_SECONDS, self._let_head_go)
 
     def on_body(self, data: bytes) -> None:
         if self._gate is not None:
@@ -167,7 +168,7 @@ class Relay:
         if self._held_bytes > HOLD_BACK_BYTES:
             self._let_go()
         elif self._timer is None:
-            self._timer = self._loop.call_later(HOLD_BACK_SECONDS, self._let_go)
+            self._timer = self._loop.call_later(BODY_SECONDS, self._let_go)
 
     def _let_go(self) -> None:
         """What was held back goes out, and the rest as it comes (a refusal of such a length is an answer)."""

@@ -82,10 +82,10 @@ class Router:
         await asyncio.sleep(0.05)
         for client in list(self.clients):
             client.close_if_idle()
-        while self._exchanges() and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
+        while any(c.unfinished for c in self.clients) and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
             self._ended.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), left_s)
+                await asyncio.wait_for(self._ended.wait(), min(left_s, 0.1))  # uploads end without the event
         left = self._exchanges()
         if left:
             log.warning("drain timeout: %d requests are ended", len(left))

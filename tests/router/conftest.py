@@ -254,7 +254,7 @@ class Bench:
         chosen = {
             "listen": ("127.0.0.1", 0),
             "probe_interval": 0.1,
-            "probe_timeout": 0.3,
+            "probe_timeout": 1.0,
             "hold_timeout": 5.0,
             **settings,
         }

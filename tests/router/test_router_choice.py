@@ -355,6 +355,29 @@ async def test_a_request_that_kills_replicas_does_not_go_through_all_of_them(ben
     assert sum(len(r.seen) for r in bench.replicas) == 3
 
 
+async def test_nor_does_it_on_connections_that_were_idle_before(bench: Any) -> None:
+    killed: list[str] = []
+
+    def handler(replica: Any) -> Any:
+        async def handle(seen: Any, reader: Any, writer: Any) -> None:
+            if b"poison" in seen.body:
+                killed.append(replica.name)
+                replica.kill()
+                raise ConnectionResetError
+            await replica.answer(seen, reader, writer)
+
+        return handle
+
+    for name in "abcde":
+        replica = await bench.replica(name)
+        replica.handler = handler(replica)
+    await bench.start(policy=Policy.LEAST_LOAD)
+    while not all(r.seen for r in bench.replicas):  # a warm connection to each
+        await asyncio.gather(*(bench.ask() for _ in range(5)))
+    assert (await bench.ask(body=b"poison")).status == 502
+    assert len(killed) == 3
+
+
 async def test_engines_that_die_with_a_request_are_counted_too(bench: Any, fake: Any) -> None:
     dead = fake.status(503, retry_after=1, body=b'{"error": {"message": "m", "code": "engine_dead"}}')
     for name in "abcde":
@@ -427,7 +450,7 @@ async def test_requests_that_wait_for_a_hung_replica_are_moved(bench: Any) -> No
 
     a, b = await bench.replica("a"), await bench.replica("b")
     a.handler = hang
-    await bench.start()
+    await bench.start(probe_timeout=0.2)
     asked = [asyncio.ensure_future(bench.ask(body=chat(str(i)))) for i in range(12)]
     await bench.until(lambda: len(a.seen) + len(b.seen) == 12)
     on_hung = len(a.seen)

@@ -179,6 +179,38 @@ async def test_sigterm_finishes_what_runs_and_exits_with_0(bench: Any, fake: Any
     assert "secret" not in out + err
 
 
+async def test_a_request_that_is_still_arriving_is_part_of_a_drain(bench: Any) -> None:
+    await bench.start(1)
+    client = await bench.client()
+    client.writer.write(b"POST /v1/x HTTP/1.1\r\nhost: h\r\ncontent-length: 4\r\n\r\nha")
+    await bench.until(lambda: bench.router.buffered_bytes == 2)
+    draining = asyncio.ensure_future(bench.router.drain())
+    await asyncio.sleep(0.3)
+    assert not draining.done()
+    client.writer.write(b"lf")
+    answer = await client.receive()
+    assert (answer.status, answer.headers["connection"]) == (200, "close")
+    assert await draining is True
+
+
+async def test_the_openai_client_understands_what_the_router_says(bench: Any, fake: Any) -> None:
+    openai = pytest.importorskip("openai")
+    chunk = {"id": "c", "object": "text_completion", "created": 1, "model": "m"}
+    event = b"data: " + json.dumps({**chunk, "choices": [{"index": 0, "text": "a", "finish_reason": None}]}).encode()
+    replica = await bench.replica("a", fake.sse(events=[event + b"\n\n"] * 3, die=True))
+    await bench.start(hold_timeout=0.3)
+    async with openai.AsyncOpenAI(base_url=f"http://{bench.router.address}/v1", api_key="k", max_retries=0) as client:
+        got = ""
+        with pytest.raises(openai.APIError, match="was lost while it was answering") as cut:
+            async for part in await client.completions.create(model="m", prompt="x", stream=True):
+                got += part.choices[0].text
+        assert (got, cut.value.code) == ("aaa", "replica_lost")
+        replica.kill()
+        with pytest.raises(openai.InternalServerError, match="No replica of tiny is ready") as held:
+            await client.completions.create(model="m", prompt="x")
+        assert (held.value.status_code, held.value.code) == (503, "hold_timeout")
+
+
 async def test_requests_during_the_shutdown_delay_are_served_and_told_to_close(bench: Any) -> None:
     await bench.start(1)
     with Process(bench.file, "--shutdown-delay-seconds", "1.0", "--no-access-log") as process:

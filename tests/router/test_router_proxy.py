@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from typing import Any
 
 import pytest
@@ -445,3 +446,54 @@ async def test_whoever_had_a_connection_before_cannot_disturb_its_next_user(benc
     await asyncio.wait_for(second.done, 2)
     assert second.body == first.body == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
     pool.close()
+
+
+async def test_a_body_that_is_no_event_stream_is_not_kept_waiting(bench: Any) -> None:
+    async def trickle(seen: Any, reader: Any, writer: Any) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(2):
+            writer.write(b"3\r\n{}\n\r\n")
+            await writer.drain()
+            await asyncio.sleep(1.0)
+        writer.write(b"0\r\n\r\n")
+
+    await bench.replica("a", trickle)
+    await bench.start()
+    client = await bench.client()
+    client.send("POST", "/v1/x", b"{}")
+    await client.head()
+    assert await asyncio.wait_for(client.chunk(), 0.8) == b"{}\n"
+
+
+async def test_mutated_requests_leave_nothing_behind(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rng = random.Random(7)
+    seeds = [
+        b'POST /v1/x HTTP/1.1\r\nhost: h\r\ncontent-length: 12\r\nexpect: 100-continue\r\n\r\n{"prompt": 1}',
+        b"POST /v1/x HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nt: 1\r\n\r\n" * 2,
+        b"GET /health HTTP/1.1\r\nhost: h\r\n\r\nHEAD /v1/models HTTP/1.0\r\nconnection: keep-alive\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nhost: h\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+    ]
+    await bench.start(2, max_body_bytes=1000, max_header_bytes=1000)
+
+    async def throw(data: bytearray) -> None:
+        client = await bench.client()
+        for _ in range(rng.randrange(4)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(3)] = rng.choice(
+                [b"", b"\r\n", b"\x00", b"9", b": ", b" ", rng.randbytes(3), data[:20]]
+            )
+        cut = rng.randrange(len(data) + 1)
+        client.writer.write(bytes(data[:cut]))
+        await asyncio.sleep(rng.choice([0, 0.01]))
+        client.writer.write(bytes(data[cut:]))
+        await asyncio.sleep(rng.choice([0, 0.02]))
+        client.close()
+
+    for _ in range(30):
+        await asyncio.gather(*(throw(bytearray(rng.choice(seeds))) for _ in range(10)))
+    await bench.until(lambda: not bench.router.clients)
+    assert bench.router.buffered_bytes == 0
+    assert bench.router.fleet.held() == (0, 0)
+    assert all(count == 0 for _, count in bench.router.fleet.inflight())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (await bench.ask()).status == 200

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvern_router.auth import ApiKeys
@@ -138,6 +138,7 @@ def test_a_wrong_list_says_what_would_be_right(document: object, message: str) -
 # event streams
 
 
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([b"data: {}\n\n", b": ping\n", b"event: x\r\ndata: y\r\n\r\n", b"data: \xc3\xa6\n"])),
     st.data(),
