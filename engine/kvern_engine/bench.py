@@ -231,6 +231,8 @@ WORKLOADS: dict[str, Callable[[LLM, int], dict[str, Any]]] = {
     "scheduler": lambda llm, runs: scheduler_micros(),
 }
 
+_SERVING = {"long_prompt"}  # measured with the scheduling of a server
+
 
 def write_line(out: IO[str], line: dict[str, Any]) -> None:
     """One JSON object, on disk at once: a run that is cut off keeps what it has measured."""
@@ -263,13 +265,19 @@ def main(argv: list[str]) -> int:
     outputs: list[IO[str]] = [sys.stdout]
     if path is not None:
         outputs.append(Path(path).open("a"))  # noqa: SIM115 (open until the process ends)
-    with LLM(**config.model_dump(exclude_unset=True)) as llm:
-        common = {"engine": engine or f"kvern-{llm.worker_ready.dtype}", "commit": commit()}
-        start = {"start_s": round(llm.start_seconds, 2), "device": llm.worker_ready.device, "model": config.model}
+
+    def write(line: dict[str, Any]) -> None:
         for out in outputs:
-            write_line(out, {**common, **start})
-        for name in names:
-            line = {**common, "w": name, **WORKLOADS[name](llm, runs)}
-            for out in outputs:
-                write_line(out, line)
+            write_line(out, line)
+
+    for serving in (False, True):
+        group = [name for name in names if (name in _SERVING) == serving]
+        if not group:
+            continue
+        with LLM(serving=serving, **config.model_dump(exclude_unset=True)) as llm:
+            common = {"engine": engine or f"kvern-{llm.worker_ready.dtype}", "commit": commit()}
+            device = {"device": llm.worker_ready.device, "model": config.model, "serving": serving}
+            write({**common, "start_s": round(llm.start_seconds, 2), **device})
+            for name in group:
+                write({**common, "w": name, **WORKLOADS[name](llm, runs)})
     return 0

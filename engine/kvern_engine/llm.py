@@ -32,17 +32,26 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+_NO_THRESHOLD = 1 << 30  # tokens; the budget of a step is what holds
+
 
 class LLM:
     """A model, ready to generate. Keyword arguments are the fields of EngineConfig (`max_model_len=4096`, ...).
+
+    Offline, nobody watches a stream: prompts are computed as fast as a step can take them. `serving=True` schedules as
+    `kvern serve` does, where a long prompt must not hold running streams up.
 
     Raises ValueError for arguments that are wrong, ModelNotFoundError (a ValueError) where there is no such model, and
     MemoryError where the KV cache is too small for one request of max_model_len.
     """
 
-    def __init__(self, model: str, *, load_progress: Progress | None = None, **engine_args: Any) -> None:
+    def __init__(
+        self, model: str, *, serving: bool = False, load_progress: Progress | None = None, **engine_args: Any
+    ) -> None:
         from kvern_engine.worker import create_worker
 
+        if not serving:
+            engine_args.setdefault("long_prefill_token_threshold", _NO_THRESHOLD)
         try:
             self.config = EngineConfig(model=model, **engine_args)
         except ValidationError as error:
