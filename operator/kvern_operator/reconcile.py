@@ -349,15 +349,16 @@ def _notes(
 ) -> Iterable[str]:
     by_name = {r.name: r for r in replicas}
     revision = engine.revision(service.spec)
+    wanted = f"{desired} replica{' is' if desired == 1 else 's are'} wanted"
     for name in names:
         yield f"starting replica {name}, revision {revision}"
     for name in moves.drain:
         replica = by_name[name]
-        why = f"{desired} replicas are wanted" if replica.current else f"revision {revision} replaces it"
+        why = wanted if replica.current else f"revision {revision} replaces it"
         load = "unknown" if replica.in_flight is None else str(replica.in_flight)
         yield f"draining replica {name} ({load} in flight): {why}"
     for name in moves.resume:
-        yield f"taking replica {name} back: {desired} replicas are wanted"
+        yield f"taking replica {name} back: {wanted}"
     for name in moves.delete:
         replica = by_name[name]
         late = replica.served and replica.running and replica.in_flight != 0

@@ -15,7 +15,7 @@ from kvern_cli.local.launch import environment_for, launch
 from kvern_cli.local.limits import refusals, warnings
 from kvern_cli.status import age, table
 from kvern_cli.up import choose_port, parse_claims
-from kvern_cli.view import PlainView, Row
+from kvern_cli.view import PlainView, RichView, Row, make_view
 from kvern_operator.api.base import parse_time
 from kvern_operator.desired import engine, router
 from kvern_operator.settings import Settings
@@ -193,6 +193,22 @@ def test_plain_progress_is_a_line_a_change(capsys):
     view.update([])
     said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
     assert said == ["r0: weights 10 %", "r0: profile", "r0: ready", "r0: stopped"]
+
+
+def test_the_table_of_a_terminal_gives_way_to_what_others_print(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with make_view() as view:
+        assert isinstance(view, RichView)
+        view.update([Row("r0-0", "weights 40 %", 1.26, "busy"), Row("router-0", "ready", 0.5, "ready")])
+        view.say("a line that stays [not markup]")
+        with view.paused():
+            print("an answer", end="", flush=True)
+        view.update([Row("r0-0", "CrashLoopBackOff: restart in 2 s", 3.0, "trouble")])
+    out, err = capsys.readouterr()
+    assert out == "an answer"
+    assert "a line that stays [not markup]" in err
+    assert "CrashLoopBackOff: restart in 2 s" in err
 
 
 def test_ages_and_tables():

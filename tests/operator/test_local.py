@@ -192,7 +192,7 @@ async def test_a_crash_loop_backs_off_and_its_cause_comes_up(make_up):
     up.start(timeout=None)
     await up.until(lambda: up.condition("Ready")["reason"] == "CrashLoopBackOff")
     await up.until(lambda: up.pods()[0]["restarts"] >= 2)
-    await up.until(lambda: up.condition("Ready")["message"].startswith("engine fake-r0-0: ended; restart in "))
+    await up.until(lambda: up.condition("Ready")["message"].startswith("engine fake-r0-0: restart in "))
     for type_ in ("Ready", "Available", "Degraded"):
         message = up.condition(type_)["message"]
         assert "exit code 3, " in message and message.endswith('last line: "ValueError: no such model"')
@@ -216,7 +216,7 @@ async def test_a_question_to_what_cannot_start_is_given_up_with_the_end_of_the_l
     with pytest.raises(UpError) as error:
         await asyncio.wait_for(up.task, 20)
     text = str(error.value)
-    assert text.startswith("it does not start: CrashLoopBackOff: engine fake-r0-0: ended; restart in ")
+    assert text.startswith("it does not start: CrashLoopBackOff: engine fake-r0-0: restart in ")
     assert "fake-r0-0.log:" in text and text.endswith("    ModelNotFoundError: no model there")
 
 
@@ -257,7 +257,7 @@ async def test_scaling_by_editing_the_file_drains_before_it_stops(make_up):
     assert [t.done() for t in streams].count(True) >= 1
     for i, text in enumerate(await asyncio.gather(*streams)):
         assert text == f"fake-model: s{i} " + " ".join(map(str, range(40)))
-    assert any(n.startswith("draining replica fake-r") and n.endswith(": 1 replicas are wanted") for n in up.view.said)
+    assert any(n.startswith("draining replica fake-r") and n.endswith(": 1 replica is wanted") for n in up.view.said)
     decision = up.document["service"]["status"]["autoscaling"]["lastDecision"]
     assert (decision["from"], decision["to"], decision["reason"]) == (2, 1, "spec.replicas is 1")
 

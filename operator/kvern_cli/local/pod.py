@@ -115,7 +115,8 @@ class LocalPod:
             known = self._in_flight and time.monotonic() - self._stopping_since > 2 * self._timing.probe
             return f"stopping, {self._in_flight} in flight" if known else "stopping"
         if self._process is None:
-            return f"{self._reason}: {self._message}" if self._reason else "starting"
+            code = f"exit code {self.exit_code}, " if self.exit_code is not None else ""
+            return f"{self._reason}: {code}{self._message}" if self._reason else "starting"
         if self._draining:
             return "draining" + (f", {self._in_flight} in flight" if self._in_flight is not None else "")
         if self._ready:
@@ -200,7 +201,7 @@ class LocalPod:
             self._tell_trouble("StartError", f"{trouble}; next try in {delay:g} s")
         else:
             reason = "CrashLoopBackOff" if self._crashes > 1 else "Error"
-            self._tell_trouble(reason, f"ended; restart in {delay:g} s")
+            self._tell_trouble(reason, f"restart in {delay:g} s")
         await self._sleep(delay)
         self.restarts += 1
 
