@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingTables:
-    """Sampling state by table row, [R]: `temperature`, `top_p`, `min_p` float32; `top_k` int64 (>= V: no limit)."""
+    """Sampling state by table row, [R]: `temperature`, `top_p`, `min_p` float32; `top_k` int64 (0, or V and more: no limit)."""
 
     temperature: Tensor
     top_k: Tensor
@@ -53,7 +53,8 @@ def _draw(scores: Tensor, rows: Tensor, state: SamplingTables, temperature: Tens
     scores = scores.masked_fill(scores < limit.unsqueeze(1), float("-inf"))
     weights = ((scores - scores.amax(dim=-1, keepdim=True)) / temperature.unsqueeze(1)).double().exp()
     falling, order = scores.sort(dim=-1, descending=True)
-    last = (state.top_k[rows].clamp(max=scores.shape[1]) - 1).unsqueeze(1)
+    vocab, top_k = scores.shape[1], state.top_k[rows]
+    last = (torch.where(top_k > 0, top_k.clamp(max=vocab), vocab) - 1).unsqueeze(1)
     weights = weights.masked_fill(scores < falling.gather(1, last), 0.0)
     sorted_weights = weights.gather(1, order)
     before = sorted_weights.cumsum(dim=-1) - sorted_weights

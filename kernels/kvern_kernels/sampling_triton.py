@@ -137,6 +137,7 @@ def _pick_kernel(
         if (temperature > 0) & (peak > float("-inf")):
             row_ptr = logits_ptr + i.to(tl.int64) * logits_stride
             top_k = tl.load(top_k_ptr + row)
+            limited = (top_k > 0) & (top_k < vocab)
             top_p = tl.load(top_p_ptr + row)
             min_p = tl.load(min_p_ptr + row)
             sums = tl.load(sums_ptr + i * tiles + numbers, mask=inside, other=0.0)
@@ -145,9 +146,9 @@ def _pick_kernel(
             floor = tl.where(min_p > 0, peak + temperature * tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
             bottom: tl.constexpr = -(1 << (BITS - 1))
             cut = tl.full([], bottom, tl.int64)
-            filtered = (min_p > 0) | (top_k < vocab) | (top_p < 1.0)
+            filtered = (min_p > 0) | limited | (top_p < 1.0)
             if filtered:
-                if top_k < vocab:
+                if limited:
                     cut = _search(
                         row_ptr, cut, top_k.to(tl.float32), floor, peak, temperature, vocab, tiles, False, BITS, TILE
                     )  # fmt: skip

@@ -10,9 +10,11 @@ from torch import Tensor
 from kvern_engine.core.plan import StepPlan
 from kvern_engine.models.registry import CausalLM
 from kvern_engine.worker.batch import BatchBuilder, SamplingBatch, StepBatch
+from kvern_engine.worker.graphs import IN_GRAPH, DecodeGraphs, Edits
 from kvern_engine.worker.logprobs import LogprobTensors, compute_in_chunks, compute_logprobs
 from kvern_engine.worker.pending import DeviceClock, Pending, RowLogprobs, to_host
 from kvern_engine.worker.sampler import Sampler
+from kvern_engine.worker.staging import to_device
 from kvern_engine.worker.tables import Feature, RowTables
 
 
@@ -24,6 +26,12 @@ class Runner:
         self._kv_caches = list(arena.unbind(0))
         self._builder = BatchBuilder(tables, max_num_batched_tokens)
         self._sampler = Sampler(tables)
+        self.graphs: DecodeGraphs | None = None
+
+    def add_graphs(self) -> DecodeGraphs:
+        """From now on decode steps run as CUDA graphs, captured where they are first needed if not before."""
+        self.graphs = DecodeGraphs(self.model, self.tables, self._kv_caches)
+        return self.graphs
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, return_logits: bool = False) -> Pending:
@@ -34,9 +42,11 @@ class Runner:
             self._copy_blocks(plan.copies)
         if not plan.rows:
             if edits is not None:
-                self.tables.set_blocks(*(torch.from_numpy(part).to(self.tables.device) for part in edits))
+                self.tables.set_blocks(*(to_device(part, self.tables.device) for part in edits))
             clock.stop()
             return Pending(plan.step, clock, [], None)
+        if self.graphs is not None and not return_logits and (replayed := self._replay(plan, edits, clock)):
+            return replayed
         batch = self._builder.build(plan, edits)
         hidden = self.model.forward(batch.token_ids, batch.positions, self._kv_caches, batch.meta)
         pending = Pending(plan.step, clock, [], None)
@@ -48,15 +58,38 @@ class Runner:
         clock.stop()
         return pending
 
+    def _replay(self, plan: StepPlan, edits: Edits | None, clock: DeviceClock) -> Pending | None:
+        """The step as a captured graph; None, and nothing is done, where it is not one that graphs can do: each row
+        computes one token and samples."""
+        assert self.graphs is not None
+        if not (len(plan.rows) <= self.graphs.sizes[-1] and max(plan.counts) == 1 and all(plan.samples)):
+            return None
+        host, pending = self.tables.host, Pending(plan.step, clock, plan.rows, None)
+        rows, positions = np.array(plan.rows, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
+        features = Feature(int(np.bitwise_or.reduce(host.features[rows])))
+        if features & Feature.PROMPT_LOGPROBS and (positions < host.num_prompt[rows] - 1).any():
+            return None
+        if features & ~(IN_GRAPH | Feature.PROMPT_LOGPROBS):
+            batch = self._builder.build(plan, edits)
+            assert batch.sampling is not None
+            logits = self.graphs.launch(rows, positions, features, None, sample=False)
+            self._sample_from(logits, batch.sampling, pending)
+        else:
+            pending.tokens = to_host(self.graphs.launch(rows, positions, features, edits, sample=True))
+        clock.stop()
+        return pending
+
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks within the arena, all layers at once, all reads before all writes."""
-        source, target = torch.tensor(copies, dtype=torch.int64, device=self.arena.device).unbind(1)
+        source, target = to_device(np.array(copies, dtype=np.int64), self.arena.device).unbind(1)
         self.arena.index_copy_(3, target, self.arena.index_select(3, source))
 
     def _sample(self, hidden: Tensor, sampling: SamplingBatch, pending: Pending) -> None:
         if sampling.hidden_index is not None:
             hidden = hidden.index_select(0, sampling.hidden_index)
-        logits = self.model.compute_logits(hidden)
+        self._sample_from(self.model.compute_logits(hidden), sampling, pending)
+
+    def _sample_from(self, logits: Tensor, sampling: SamplingBatch, pending: Pending) -> None:
         tokens = self._sampler(logits, sampling)
         self.tables.flat_tokens.index_copy_(0, sampling.places, tokens.int())
         pending.rows, pending.tokens = sampling.rows.tolist(), to_host(tokens)
@@ -68,7 +101,7 @@ class Runner:
         rows = sampling.rows[asked]
         alternatives = self.tables.host.logprobs[rows]
         if len(asked) < len(sampling.rows):
-            index = torch.from_numpy(asked).to(logits.device, non_blocking=True)
+            index = to_device(asked, logits.device)
             logits, tokens = logits[index], tokens[index]
         found = compute_logprobs(logits, tokens, int(alternatives.max()))
         return RowLogprobs(rows.tolist(), [1] * len(rows), alternatives.tolist(), found.map(to_host))

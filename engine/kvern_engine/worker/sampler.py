@@ -2,16 +2,17 @@
 
 Order: logit_bias, min_tokens, penalties; then greedy rows take the largest; random rows divide by the temperature, cut
 by min-p, top-k and top-p, and draw by inverting the distribution function at the row's own random number. A row's
-result depends on its own state alone, not on the batch around it.
+result depends on its own state alone, not on the batch around it. On a GPU one kernel does all after the penalties.
 """
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvern_engine.worker.batch import SamplingBatch
 from kvern_engine.worker.filters import apply_penalties, draw, mask_min_p, mask_top_k_top_p
+from kvern_engine.worker.staging import to_device
 from kvern_engine.worker.tables import Feature, RowTables
+from kvern_kernels import sample_tokens
 
 _SHAPING = Feature.LOGIT_BIAS | Feature.MIN_TOKENS | Feature.PENALTIES
 
@@ -25,6 +26,8 @@ class Sampler:
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """`logits` [S, V] of any float dtype, not changed -> token ids [S] int64."""
         union = batch.union
+        if logits.is_cuda:
+            return self._by_kernel(logits, batch)
         if not union & (Feature.RANDOM | _SHAPING):
             return logits.argmax(dim=-1)
         scores = logits.float()
@@ -38,10 +41,18 @@ class Sampler:
         tokens = scores.argmax(dim=-1)
         return tokens.index_copy_(0, random, self._draw(scores[random], batch, random))
 
+    def _by_kernel(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """What captured graphs run too, so that a row gets the same tokens in either; writes them to the tables."""
+        if batch.union & _SHAPING:
+            scores = logits.float()
+            logits = self._shape(scores.clone() if scores is logits else scores, batch)
+        tables = self._tables
+        return sample_tokens(logits, batch.rows_device, tables.sampling, batch.uniform, tables.tokens, batch.places)
+
     def _index(self, batch: SamplingBatch, feature: Feature) -> Tensor | None:
         """Which of the S rows use any bit of `feature`, [n] int64 on the device; None: all of them."""
         uses = (batch.features & int(feature)) != 0
-        return None if uses.all() else torch.from_numpy(uses.nonzero()[0]).to(self._tables.device, non_blocking=True)
+        return None if uses.all() else to_device(uses.nonzero()[0], self._tables.device)
 
     def _shape(self, scores: Tensor, batch: SamplingBatch) -> Tensor:
         """`scores` [S, V] float32, changed in place."""
@@ -59,7 +70,7 @@ class Sampler:
             index = self._index(batch, Feature.PENALTIES)
             uses = (batch.features & int(Feature.PENALTIES)) != 0
             rows = batch.rows_device if index is None else batch.rows_device[index]
-            lengths = torch.from_numpy(batch.positions[uses]).to(tables.device, non_blocking=True)
+            lengths = to_device(batch.positions[uses], tables.device)
             part = apply_penalties(
                 scores if index is None else scores[index],
                 tables.tokens[:, : int(batch.positions[uses].max())].index_select(0, rows),
@@ -88,7 +99,7 @@ class Sampler:
             largest = int(tables.host.top_k[host_rows[uses]].max())
             if uses.all():
                 return draw(mask_top_k_top_p(scores, tables.top_k[rows], tables.top_p[rows], largest), numbers)
-            some = torch.from_numpy(np.flatnonzero(uses)).to(tables.device, non_blocking=True)
+            some = to_device(np.flatnonzero(uses), tables.device)
             own = rows[some]
             cut = mask_top_k_top_p(scores[some], tables.top_k[own], tables.top_p[own], largest)
             scores = scores.index_copy_(0, some, cut)

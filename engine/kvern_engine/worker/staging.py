@@ -30,6 +30,12 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return places
 
 
+def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """One array to new memory on `device`, without waiting for the device; on a CPU it shares the array's memory."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Staging:
     """Uploads to `device`. Up to `capacity` bytes go through the fixed buffer, more through memory allocated for it."""
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from kvern_engine.core.plan import AddedRow, RowSampling, StepPlan
-from kvern_engine.worker.staging import Staging
+from kvern_engine.worker.staging import Staging, to_device
+from kvern_kernels import SamplingTables
 
 
 class Feature(IntFlag):
@@ -102,6 +103,7 @@ class RowTables:
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self.floats
         self.ints = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self.num_prompt, self.top_k = self.ints
+        self.sampling = SamplingTables(self.temperature, self.top_k, self.top_p, self.min_p)
         self.host = HostState.empty(rows)
         self._staging = Staging(device, 1 << 20)
 
@@ -174,9 +176,9 @@ class RowTables:
         bias = {token: value for token, value in (sampling.logit_bias or {}).items() if 0 <= token < self.vocab_size}
         suppress = [token for token in sampling.suppress if 0 <= token < self.vocab_size]
         return RowExtras(
-            torch.tensor(list(bias), dtype=torch.int64, device=self.device),
-            torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device),
-            torch.tensor(suppress, dtype=torch.int64, device=self.device),
+            to_device(np.array(list(bias), dtype=np.int64), self.device),
+            to_device(np.array(list(bias.values()), dtype=np.float32), self.device),
+            to_device(np.array(suppress, dtype=np.int64), self.device),
         )
 
     def _edits(self, edits: list[tuple[int, int, list[int]]]) -> tuple[np.ndarray, np.ndarray]:

@@ -22,6 +22,7 @@ from kvern_engine.loading.resolve import ModelFiles, resolve_model
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.registry import CausalLM, model_class
 from kvern_engine.worker import limits, memory
+from kvern_engine.worker.graphs import CAPTURED_AT_START, DecodeGraphs
 from kvern_engine.worker.load import load_weights, random_weights
 from kvern_engine.worker.pending import Pending
 from kvern_engine.worker.runner import Runner
@@ -71,6 +72,11 @@ class Worker:
         with self._phase("kv_cache", report), self._out_of_memory("the KV cache"):
             size = self._size_kv_cache(model_config, dtype, used)
             self.runner = Runner(self.model, self.tables, self._arena(size.num_blocks), self._most_tokens)
+        if self._use_graphs:
+            with self._phase("graphs", report), self._out_of_memory("CUDA graphs (see enforce_eager)"):
+                graphs = self.runner.add_graphs()
+                graphs.capture(_sizes_at_start(graphs), lambda share: report("graphs", share))
+                torch.cuda.synchronize(self.device)
         log.info("worker ready: %s", ", ".join(f"{name} {took:.2f} s" for name, took in self._seconds.items()))
         return WorkerReady(
             rank=self.rank,
@@ -99,6 +105,10 @@ class Worker:
     @property
     def _most_tokens(self) -> int:
         return self.step_limits.max_num_batched_tokens
+
+    @property
+    def _use_graphs(self) -> bool:
+        return self.device.type == "cuda" and not self.config.enforce_eager
 
     @contextmanager
     def _phase(self, name: str, report: Progress) -> Iterator[None]:
@@ -190,11 +200,31 @@ class Worker:
             return 0
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
-        free, total = torch.cuda.mem_get_info(self.device)
-        foreign = total - free - torch.cuda.memory_reserved(self.device)  # the driver's, other processes'
+        graphs = self._measure_graphs(runner) if self._use_graphs else 0
         del runner
         torch.cuda.empty_cache()
-        return foreign + peak
+        free, total = torch.cuda.mem_get_info(self.device)
+        foreign = total - free - torch.cuda.memory_reserved(self.device)  # the driver's, other processes'
+        return foreign + peak + graphs
+
+    def _measure_graphs(self, runner: Runner) -> int:
+        """Bytes that the graphs of decode steps will take, from the two largest ones: the first brings the memory that
+        all share, the second what each one adds."""
+
+        def free() -> int:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            return torch.cuda.mem_get_info(self.device)[0]
+
+        before = free()
+        graphs = runner.add_graphs()
+        sizes = _sizes_at_start(graphs)
+        graphs.capture(sizes[-1:])
+        first = free()
+        graphs.capture(sizes[-2:])
+        each = max(0, first - free())
+        logits = runner.tables.max_num_seqs * runner.tables.vocab_size * self.model.dtype.itemsize
+        return max(0, before - first) + each * (len(graphs.sizes) - 1) + logits
 
     def _size_kv_cache(self, model_config: ModelConfig, dtype: torch.dtype, used: int) -> memory.KvCacheSize:
         per_block = memory.block_bytes(model_config, self.config.block_size, dtype.itemsize)
@@ -236,6 +266,10 @@ def profile_plan(tokens: int, max_num_seqs: int, max_model_len: int, block_size:
         counts=[each] * rows,
         samples=[True] * rows,
     )
+
+
+def _sizes_at_start(graphs: DecodeGraphs) -> list[int]:
+    return [size for size in graphs.sizes if size <= CAPTURED_AT_START]
 
 
 def _device(wanted: str, rank: int) -> torch.device:
