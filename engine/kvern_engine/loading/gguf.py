@@ -1,8 +1,9 @@
 """Reads GGUF files (versions 2 and 3, little-endian): metadata, tensor table and dequantized tensors.
 
-The file is mapped, never read whole; tensors become NumPy arrays, so that the API server can read a tokenizer
-from a GGUF file without torch. What the metadata means for Kvern stands elsewhere: shapes in `config.py`, Hugging Face
-names in `checkpoint.py`, the vocabulary in `tokenizer.py`. Writing GGUF files is not offered.
+The file is mapped, never read whole. The API server reads a tokenizer from it with neither torch nor NumPy:
+`gguf_tensors.py`, which turns tensors into NumPy arrays, is loaded with the first of them. What the metadata means for
+Kvern stands elsewhere: shapes in `config.py`, Hugging Face names in `checkpoint.py`, the vocabulary in `tokenizer.py`.
+Writing GGUF files is not offered.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -10,29 +11,17 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import math
 import mmap
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAGIC = b"GGUF"
-_STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS: dict[int, str] = {
-    0: "u1",
-    1: "i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    _BOOL: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+_STRING, _ARRAY = 8, 9
+_SCALARS: dict[int, str] = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # as in `struct`
 _MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
 _U32 = struct.Struct("<I")
@@ -63,59 +52,16 @@ class TensorInfo:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class _Format:
-    """How a tensor type is stored: `block` elements take one item of `dtype`; `decode(items, out)` writes them as
-    float32 into `out[len(items), block]`."""
-
-    block: int
-    dtype: np.dtype[Any]
-    decode: Callable[[npt.NDArray[Any], npt.NDArray[np.float32]], None]
-
-
-def _decode_float(items: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
-    out[:, 0] = items
-
-
-def _decode_bf16(items: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
-    np.left_shift(items, 16, out=out.view(np.uint32)[:, 0], dtype=np.uint32)
-
-
-def _nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """[n, 16] bytes -> [n, 32] values 0..15: all low nibbles come before all high ones."""
-    values = np.empty((len(packed), 32), np.uint8)
-    np.bitwise_and(packed, 15, out=values[:, :16])
-    np.right_shift(packed, 4, out=values[:, 16:])
-    return values
-
-
-def _scale(items: npt.NDArray[Any], field: str) -> npt.NDArray[np.float32]:
-    return items[field].astype(np.float32)[:, None]
-
-
-def _decode_q4_0(items: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
-    np.multiply(_nibbles(items["q"]).view(np.int8) - np.int8(8), _scale(items, "d"), out=out)
-
-
-def _decode_q4_1(items: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
-    np.multiply(_nibbles(items["q"]), _scale(items, "d"), out=out)
-    out += _scale(items, "m")
-
-
-def _decode_q8_0(items: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
-    np.multiply(items["q"], _scale(items, "d"), out=out)
-
-
-_FORMATS: dict[str, _Format] = {
-    "F32": _Format(1, np.dtype("<f4"), _decode_float),
-    "F16": _Format(1, np.dtype("<f2"), _decode_float),
-    "BF16": _Format(1, np.dtype("<u2"), _decode_bf16),
-    "Q4_0": _Format(32, np.dtype([("d", "<f2"), ("q", "u1", 16)]), _decode_q4_0),
-    "Q4_1": _Format(32, np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]), _decode_q4_1),
-    "Q8_0": _Format(32, np.dtype([("d", "<f2"), ("q", "i1", 32)]), _decode_q8_0),
+# Types that can be dequantized (`gguf_tensors.py`): elements in a block, bytes a block.
+BLOCKS: dict[str, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q8_0": (32, 34),
 }
-SUPPORTED_TYPES = tuple(_FORMATS)
-_CHUNK_ELEMENTS = 1 << 17  # float32 chunks of 512 kB: the scale and offset passes hit the cache, not memory
+SUPPORTED_TYPES = tuple(BLOCKS)
 
 
 class _Cursor:
@@ -178,21 +124,23 @@ class _Cursor:
         self.pos = pos
         return out
 
+    def scalars(self, code: str, count: int, what: str) -> list[Any]:
+        start = self._advance(count * struct.calcsize(f"<{code}"), what)  # before anything of this size is made
+        return list(struct.unpack_from(f"<{count}{code}", self.data, start))
+
     def value(self, type_id: int, what: str, depth: int = 0) -> Any:
-        """A metadata value: int, float, bool, str; numeric arrays as ndarray, others as list."""
+        """A metadata value: int, float, bool, str or a list of them."""
         if type_id == _STRING:
             return self.string(what)
         if type_id in _SCALARS:
-            dtype = np.dtype(_SCALARS[type_id])
-            return np.frombuffer(self.data, dtype, 1, self._advance(dtype.itemsize, what))[0].item()
+            return self.scalars(_SCALARS[type_id], 1, what)[0]
         if type_id != _ARRAY or depth >= _MAX_ARRAY_DEPTH:
             raise GGUFError(f"{self.path}: {what} has unknown value type {type_id}; is the file damaged?")
         item_type, count = self.u32(what), self.u64(what)
         if item_type == _STRING:
             return self.strings(count, what)
         if item_type in _SCALARS:
-            dtype = np.dtype(_SCALARS[item_type])
-            return np.frombuffer(self.data, dtype, count, self._advance(count * dtype.itemsize, what)).copy()
+            return self.scalars(_SCALARS[item_type], count, what)
         return [self.value(item_type, what, depth + 1) for _ in range(count)]
 
 
@@ -256,37 +204,31 @@ class GGUFFile:
 
     def _tensor_info(self, cursor: _Cursor, name: str, shape: tuple[int, ...], type_id: int, offset: int) -> TensorInfo:
         type_name = TYPE_NAMES.get(type_id, f"type {type_id}")
-        fmt = _FORMATS.get(type_name)
         nbytes = 0
-        if fmt is not None:
-            if shape and shape[-1] % fmt.block:
+        if type_name in BLOCKS:
+            block, size = BLOCKS[type_name]
+            if shape and shape[-1] % block:
                 raise GGUFError(
                     f"{self.path}: tensor {name!r} has rows of {shape[-1]} elements; "
-                    f"{type_name} needs a multiple of {fmt.block}"
+                    f"{type_name} needs a multiple of {block}"
                 )
-            nbytes = math.prod(shape) // fmt.block * fmt.dtype.itemsize
+            nbytes = math.prod(shape) // block * size
         if offset + nbytes > cursor.size:
             raise cursor.truncated(f"tensor {name!r}", offset + nbytes)
         return TensorInfo(name, shape, type_name, offset, nbytes)
 
-    def dequantize(self, name: str) -> npt.NDArray[np.float32]:
+    def dequantize(self, name: str) -> "npt.NDArray[np.float32]":
         """Tensor `name` as float32 of its row-major shape. F32 tensors are views of the mapped file (copy-on-write);
         all others are fresh arrays.
 
         Raises KeyError for an unknown name, GGUFError for a type that Kvern does not read.
         """
         info = self.tensors[name]
-        fmt = _FORMATS.get(info.type_name)
-        if fmt is None:
+        if info.type_name not in BLOCKS:
             raise GGUFError(
                 f"{self.path}: tensor {name!r} is stored as {info.type_name}, which is not supported; "
                 f"supported are {', '.join(SUPPORTED_TYPES)}"
             )
-        items = np.frombuffer(self._map, fmt.dtype, info.nbytes // fmt.dtype.itemsize, info.offset)
-        if info.type_name == "F32":
-            return items.reshape(info.shape)
-        out = np.empty((len(items), fmt.block), np.float32)
-        step = _CHUNK_ELEMENTS // fmt.block
-        for start in range(0, len(items), step):
-            fmt.decode(items[start : start + step], out[start : start + step])
-        return out.reshape(info.shape)
+        from kvern_engine.loading.gguf_tensors import dequantize
+
+        return dequantize(self._map, info.offset, info.nbytes, info.type_name).reshape(info.shape)
