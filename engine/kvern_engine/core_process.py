@@ -2,7 +2,8 @@
 
 CPU only: no torch is loaded here, unless the worker runs in this process (`--distributed-executor-backend uni`). The
 scheduling is in `core/`; this file is its sockets and its clock. While nothing is to be done it sleeps in poll, where
-a new request wakes it at once; twice a second it reports its state, which is also its heartbeat.
+a new request wakes it at once; it reports its state twice a second, which is also its heartbeat, and when its last
+request has ended.
 """
 
 import logging
@@ -16,7 +17,7 @@ from kvern_engine.assemble import build_core
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.loop import EngineCore, OutputsByClient, WorkerDiedError
 from kvern_engine.core.plan import WorkerProgress, WorkerReady
-from kvern_engine.ipc import AddRequest, CoreReady, EngineDead, Outputs
+from kvern_engine.ipc import AddRequest, CoreReady, EngineDead, EngineStats, Outputs
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import resolve_model
 from kvern_engine.transport import (
@@ -125,12 +126,20 @@ class CoreProcess:
             if core.idle:
                 self._sleep(core)
                 continue
-            self._send(core.step())
+            outputs = core.step()
+            if outputs and not core.scheduler.has_work:
+                # With the last outputs, not after them: whoever has read an answer finds the gauges at rest.
+                self._report_at = time.monotonic() + STATS_SECONDS
+                self._send(outputs, core.stats())
+                continue
+            self._send(outputs)
             self._report(core)
 
-    def _send(self, outputs: OutputsByClient) -> None:
-        for client, batch in outputs.items():
-            self._servers[client].send(encode(Outputs(self._engine, batch)), zmq.NOBLOCK)
+    def _send(self, outputs: OutputsByClient, stats: EngineStats | None = None) -> None:
+        """Outputs to whom they belong, `stats` to every API server."""
+        for client in outputs if stats is None else range(len(self._servers)):
+            message = Outputs(self._engine, outputs.get(client, []), stats)
+            self._servers[client].send(encode(message), zmq.NOBLOCK)
 
     def _receive(self, core: EngineCore) -> None:
         for data in drain(self._inbox):
@@ -157,9 +166,7 @@ class CoreProcess:
         if now >= self._report_at:
             self._report_at = now + STATS_SECONDS
             core.beat()
-            data = encode(Outputs(self._engine, [], core.stats()))
-            for sock in self._servers:
-                sock.send(data, zmq.NOBLOCK)
+            self._send({}, core.stats())
         return self._report_at
 
     def give_up(self, reason: str) -> int:

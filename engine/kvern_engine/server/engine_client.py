@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineStats, Outputs, TokenOutput
@@ -100,6 +101,20 @@ class _Engine:
     stats: EngineStats = field(default_factory=lambda: EngineStats(0))
     ready: CoreReady | None = None
     heard: float = 0.0
+
+
+def at_rest(stats: EngineStats) -> EngineStats:
+    """The last report of a dead engine: counters stay, but it runs nothing and holds nothing any more."""
+    return msgspec.structs.replace(
+        stats,
+        num_running=0,
+        num_waiting=0,
+        num_waiting_deferred=0,
+        kv_cache_usage=0.0,
+        kv_waste=0.0,
+        blocks_free=stats.blocks_total,
+        blocks_cached=0,
+    )
 
 
 class EngineClient:
@@ -252,7 +267,8 @@ class EngineClient:
             if message.outputs:
                 self._dispatch(message, engine.heard)
             if message.stats is not None:
-                engine.stats = message.stats
+                # What a dead engine said last may come after the news of its death.
+                engine.stats = at_rest(message.stats) if engine.state == "dead" else message.stats
                 if self.metrics is not None:
                     self.metrics.iterations(message.engine, message.stats.iteration_tokens)
         elif isinstance(message, CoreReady):
@@ -303,7 +319,7 @@ class EngineClient:
 
     def _engine_dead(self, message: EngineDead) -> None:
         engine = self._engines[message.engine]
-        engine.state = "dead"
+        engine.state, engine.stats = "dead", at_rest(engine.stats)
         self._balancer.forget(message.engine)
         lost = [h for h in self._live.values() if h.engine == message.engine]
         log.error("engine died", extra=fields(engine=message.engine, reason=message.reason, requests_lost=len(lost)))
@@ -313,7 +329,7 @@ class EngineClient:
             handle.mailbox.put(handle, output)
         if message.last:
             for other in self._engines:
-                other.state = "dead"
+                other.state, other.stats = "dead", at_rest(other.stats)
             if self._on_last_dead is not None:
                 self._on_last_dead(message.reason)
 

@@ -5,13 +5,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from server_fake_core import FakeCore
 
 from kvern_engine.core.plan import TokenLogprobs
-from kvern_engine.ipc import AddRequest, CoreReady
+from kvern_engine.ipc import AddRequest, CoreReady, EngineStats
 from kvern_engine.request import SamplingParams
 from kvern_engine.server.balance import Balancer, prefix_keys
 from kvern_engine.server.engine_client import ClientGone, EngineClient, EngineDeadError, Mailbox
@@ -140,6 +141,30 @@ class TestClient:
         finally:
             client.close()
             core.close()
+
+    async def test_a_dead_engine_holds_nothing_and_keeps_its_counters(self, folder: str) -> None:
+        client = EngineClient(0, folder, 2)
+        try:
+            cores = [FakeCore(folder, engine=e) for e in range(2)]
+            busy = EngineStats(0, num_waiting=5, num_waiting_deferred=1, kv_cache_usage=0.5, kv_waste=0.1, steps=70)
+            busy = msgspec.structs.replace(busy, blocks_total=8, blocks_free=4, blocks_cached=2)
+            for core in cores:
+                core.stats = busy
+            await self.wait(lambda: all(view.stats.steps == 70 for view in client.views()))
+            cores[0].die(last=False)
+            await self.wait(lambda: client.views()[0].state == "dead")
+            cores[0].stats = msgspec.structs.replace(busy, steps=71)  # said last, heard after the death
+            await self.wait(lambda: client.views()[0].stats.steps == 71)
+            dead = client.views()[0].stats
+            assert (dead.num_waiting, dead.num_waiting_deferred) == (0, 0)
+            assert (dead.kv_cache_usage, dead.kv_waste, dead.blocks_free, dead.blocks_cached) == (0, 0, 8, 0)
+            cores[1].die()
+            await self.wait(lambda: client.views()[1].state == "dead")
+            assert client.views()[1].stats.num_waiting == 0
+            for core in cores:
+                core.close()
+        finally:
+            client.close()
 
     async def test_engine_without_a_heartbeat_is_stalled(self, folder: str) -> None:
         core, client = FakeCore(folder), EngineClient(0, folder, 1)
