@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvern_router.policy import Policy
 
@@ -29,7 +30,7 @@ class Settings:
     keep_alive: float = 75.0
     max_body_bytes: int = 32 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
-    max_buffered_bytes: int = 1024 * 1024 * 1024
+    max_buffered_bytes: int = 256 * 1024 * 1024  # half of a router pod's usual memory
     api_keys_file: Path | None = None
     access_log: bool = True
     probe_interval: float = 1.0
@@ -40,7 +41,6 @@ class Settings:
 
 def parse_args(argv: Sequence[str] | None = None) -> Settings:
     """Settings from the command line. Exits with status 2 and a message that names the flag where one is wrong."""
-    defaults = Settings(replicas_file=Path())
     parser = argparse.ArgumentParser(
         prog="kvern-router",
         description="The proxy in front of the replicas of an InferenceService: balances, holds, retries, drains.",
@@ -57,8 +57,37 @@ def parse_args(argv: Sequence[str] | None = None) -> Settings:
         help="a port of its own for /metrics, /health, /ready and /-/replicas; without it --listen answers them too",
     )
     add("--model", default="", metavar="NAME", help="the model's name in messages; without it the file's")
-    group = parser.add_argument_group("choosing a replica")
-    add = group.add_argument
+    defaults = Settings(replicas_file=Path())
+    _choice_flags(parser.add_argument_group("choosing a replica").add_argument, defaults)
+    _limit_flags(parser.add_argument_group("limits").add_argument, defaults)
+    _end_flags(parser.add_argument_group("ending").add_argument, defaults)
+    add = parser.add_argument_group("access").add_argument
+    add("--api-keys-file", type=Path, metavar="FILE", help="one key a line, re-read on change; without it none needed")
+    add("--access-log", action=argparse.BooleanOptionalAction, default=True, help="a JSON line a request on stdout")
+    a = parser.parse_args(argv)
+    return Settings(
+        replicas_file=a.replicas_file,
+        listen=a.listen,
+        metrics_listen=a.metrics_listen,
+        policy=a.policy,
+        load_factor=a.load_factor,
+        model=a.model,
+        hold_timeout=a.hold_timeout_seconds,
+        max_held=a.max_held,
+        drain_timeout=a.drain_timeout_seconds,
+        shutdown_delay=a.shutdown_delay_seconds,
+        idle_timeout=a.idle_timeout_seconds,
+        keep_alive=a.keep_alive_seconds,
+        max_body_bytes=a.max_body_bytes,
+        max_header_bytes=a.max_header_bytes,
+        max_buffered_bytes=a.max_buffered_bytes,
+        api_keys_file=a.api_keys_file,
+        access_log=a.access_log,
+        probe_interval=a.probe_interval_seconds,
+    )
+
+
+def _choice_flags(add: Callable[..., Any], defaults: Settings) -> None:
     add("--policy", type=Policy, choices=list(Policy), default=Policy.PREFIX_AWARE, help="how replicas are chosen")
     add(
         "--load-factor",
@@ -68,8 +97,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Settings:
         help="prefix affinity passes over a replica above F times the mean load",
     )
     add("--probe-interval-seconds", type=_positive, default=defaults.probe_interval, metavar="S", help="/ready probes")
-    group = parser.add_argument_group("limits")
-    add = group.add_argument
+
+
+def _limit_flags(add: Callable[..., Any], defaults: Settings) -> None:
     add(
         "--hold-timeout-seconds",
         type=_not_negative,
@@ -95,8 +125,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Settings:
         metavar="N",
         help="request bodies in memory at once, kept for retries; beyond it requests get a 503",
     )
-    group = parser.add_argument_group("ending")
-    add = group.add_argument
+
+
+def _end_flags(add: Callable[..., Any], defaults: Settings) -> None:
     add(
         "--drain-timeout-seconds",
         type=_not_negative,
@@ -110,31 +141,6 @@ def parse_args(argv: Sequence[str] | None = None) -> Settings:
         default=defaults.shutdown_delay,
         metavar="S",
         help="go on accepting for so long after SIGTERM, not ready, until endpoints have forgotten this router",
-    )
-    group = parser.add_argument_group("access")
-    add = group.add_argument
-    add("--api-keys-file", type=Path, metavar="FILE", help="one key a line, re-read on change; without it none needed")
-    add("--access-log", action=argparse.BooleanOptionalAction, default=True, help="a JSON line a request on stdout")
-    a = parser.parse_args(argv)
-    return Settings(
-        replicas_file=a.replicas_file,
-        listen=a.listen,
-        metrics_listen=a.metrics_listen,
-        policy=a.policy,
-        load_factor=a.load_factor,
-        model=a.model,
-        hold_timeout=a.hold_timeout_seconds,
-        max_held=a.max_held,
-        drain_timeout=a.drain_timeout_seconds,
-        shutdown_delay=a.shutdown_delay_seconds,
-        idle_timeout=a.idle_timeout_seconds,
-        keep_alive=a.keep_alive_seconds,
-        max_body_bytes=a.max_body_bytes,
-        max_header_bytes=a.max_header_bytes,
-        max_buffered_bytes=a.max_buffered_bytes,
-        api_keys_file=a.api_keys_file,
-        access_log=a.access_log,
-        probe_interval=a.probe_interval_seconds,
     )
 
 
