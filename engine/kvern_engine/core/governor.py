@@ -40,6 +40,7 @@ class ChunkGovernor:
         self._decode: dict[int, deque[float]] = {}  # rows' bit length -> seconds of decode-only steps
         self._mixed: deque[float] = deque(maxlen=_COST_WINDOW)  # seconds a prefill token, beside decodes
         self._alone: deque[float] = deque(maxlen=_COST_WINDOW)  # the same of steps without decodes
+        self._asked: set[int] = set()  # bit lengths for which a step without prompts was asked
 
     def observe(self, decode_rows: int, prefill_tokens: int, seconds: float) -> None:
         """A finished step: rows that decoded, prompt tokens beside them, and the device's time for it."""
@@ -73,9 +74,18 @@ class ChunkGovernor:
         return _median(window) if window else None
 
     def cap(self, decode_rows: int) -> int:
-        """Most prompt tokens for the next step, where `decode_rows` rows decode in it."""
+        """Most prompt tokens for the next step, where `decode_rows` rows decode in it.
+
+        0, once, where steps of about this many rows were never seen to decode only: while prompts keep coming there
+        would be no such step, and against that of far fewer rows every mixed step would look too long, whatever was
+        in it. One step of decodes tells.
+        """
         if decode_rows == 0:
             return self.max_chunk
+        size = decode_rows.bit_length()
+        if size not in self._decode and size not in self._asked and (self._alone or self._mixed):
+            self._asked.add(size)
+            return 0
         decode, cost = self.decode_seconds(decode_rows), self.token_seconds()
         if decode is None or cost is None:
             tokens = float(self.default)
