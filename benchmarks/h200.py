@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -53,14 +54,71 @@ def start_details(llm):
     """What the start consisted of, and how much KV fits."""
     ready = llm.worker_ready
     phases = {phase: round(seconds, 2) for phase, seconds in ready.load_seconds.items()}
-    return {"phases": phases, "kv_tokens": ready.num_blocks * ready.block_size, "device": ready.device}
+    return {
+        "phases": phases,
+        "kv_tokens": ready.num_blocks * ready.block_size,
+        "device": ready.device,
+        "memory_share": memory_share(),
+    }
+
+
+def memory_share():
+    """The share of the card's memory in use; None without a card."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return round(1 - free / total, 4)
+
+
+def baseline(engine, name):
+    """vLLM's line for the precision of `engine` and workload `name`; empty where it was not measured."""
+    wanted = engine.replace("kvern-", "vllm-", 1)
+    path = Path(__file__).with_name("baseline_h200.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return next((row for row in rows if (row["engine"], row.get("w")) == (wanted, name)), {})
+
+
+def ratio(line, theirs):
+    """How many times faster than vLLM; None where that is not known."""
+    return round(theirs["s"] / line["s"], 3) if theirs.get("s") else None
+
+
+TIMELINES = {
+    "decode_1": ("decode", 1, 128),
+    "decode_32": ("decode", 32, 128),
+    "decode_128": ("decode", 128, 128),
+    "decode_256": ("decode", 256, 128),
+    "ctx4k_32": ("decode", 32, 4000),
+    "prefill_8k": ("prompt", 1, 8000),
+}
+
+
+def take_timelines(llm, names, engine, revision, out):
+    """Each of `names` as a JSON line in the timelines' own file; one that fails costs only itself."""
+    import timeline
+
+    from kvern_engine.bench import write_line
+
+    for name in names:
+        kind, rows, n_in = TIMELINES[name]
+        try:
+            line = (
+                timeline.decode_timeline(llm, rows, n_in) if kind == "decode" else timeline.prompt_timeline(llm, n_in)
+            )
+        except Exception:
+            traceback.print_exc()
+            continue
+        write_line(out, {"engine": engine, "w": name, **line, "commit": revision})
+        timeline.show(line)
 
 
 def parse():
     default_out = Path(os.environ.get("OUT", Path(__file__).parent / "results")) / "h200.jsonl"
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--precision", default="bf16", choices=sorted(PRECISIONS))
-    ap.add_argument("--only", nargs="+", choices=sorted(WORKLOADS), help="these workloads; default: all")
+    ap.add_argument("--only", nargs="*", choices=sorted(WORKLOADS), help="these workloads, or none; default: all")
     ap.add_argument("--runs", type=int, default=3)
     ap.add_argument("--seconds", type=float, default=520, help="begin no workload after this long")
     ap.add_argument("--out", type=Path, default=default_out)
@@ -68,6 +126,8 @@ def parse():
     ap.add_argument("--commit", help="default: KVERN_COMMIT or that of the checkout")
     ap.add_argument("--device", default="cuda", help="cuda, or cpu/sim to try the script out")
     ap.add_argument("--engine-args", type=json.loads, default={}, help='JSON, for example {"enforce_eager": true}')
+    ap.add_argument("--quick", action="store_true", help="one timed run a workload, to look around")
+    ap.add_argument("--timeline", nargs="*", choices=sorted(TIMELINES), help="also take these steps apart")
     ap.add_argument("--suffix", default="", help="appended to the engine's name, for experiments")
     return ap.parse_args()
 
@@ -80,8 +140,8 @@ def main():
 
     engine, revision = f"kvern-{a.precision}{a.suffix}", a.commit or commit()
     seen = set().union(*(done(path, engine, revision) for path in (a.out, *a.seen)))
-    todo = [name for name in (a.only or WORKLOADS) if name not in seen]
-    if not todo:
+    todo = [name for name in (WORKLOADS if a.only is None else a.only) if name not in seen]
+    if not todo and not a.timeline:
         print(f"{engine} at {revision}: nothing left to measure", file=sys.stderr)
         return 0
     a.out.parent.mkdir(parents=True, exist_ok=True)
@@ -105,9 +165,20 @@ def main():
             if time.perf_counter() - began > a.seconds:
                 print(f"out of time; left for another call: {' '.join(todo[number:])}", file=sys.stderr)
                 return 3
-            line = {"engine": engine, "w": name, **measure(llm, WORKLOADS[name](), a.runs), "commit": revision}
+            try:
+                found = measure(llm, WORKLOADS[name](), 1 if a.quick else a.runs)
+            except Exception:
+                traceback.print_exc()
+                if not llm._worker.alive:
+                    return 1
+                continue
+            line = {"engine": engine, "w": name, **found, "commit": revision}
             write_line(out, line)
-            print(f"{time.perf_counter() - began:6.1f} s  {json.dumps(line)}", file=sys.stderr, flush=True)
+            shown = {**line, "ratio": ratio(line, baseline(engine.removesuffix(a.suffix), name))}
+            print(f"{time.perf_counter() - began:6.1f} s  {json.dumps(shown)}", flush=True)
+        if a.timeline:
+            with a.out.with_name("timelines.jsonl").open("a") as file:
+                take_timelines(llm, a.timeline, engine, revision, file)
     return 0
 
 

@@ -61,6 +61,8 @@ STEPS = {
     "verify": ([8, 1, 3, 5], [8, 300, 2049, 131]),
     "mixed": ([1, 1, 200, 9, 33], [129, 2000, 200, 500, 33]),
     "chunk": ([300], [4396]),
+    "fresh_long": ([1, 4700], [77, 4700]),
+    "fresh_whole": ([4096], [4096]),
 }
 
 
@@ -153,7 +155,7 @@ def all_checks() -> Iterator[Check]:
     half, full = torch.bfloat16, torch.float32
     shapes = [(32, 8, 128), (8, 8, 64), (9, 3, 64), (32, 4, 96), (16, 1, 128), (8, 4, 256), (64, 8, 128), (12, 12, 96)]
     for (heads, kv_heads, dim), block_size in zip(shapes, itertools.cycle((16, 32, 64))):
-        for step in STEPS:
+        for step in ("decode", "decode_long", "verify", "mixed", "chunk"):
             yield attention_check(step, heads, kv_heads, dim, block_size, half)
     for block_size in (16, 32, 64):
         for step in ("decode", "mixed"):
@@ -161,6 +163,9 @@ def all_checks() -> Iterator[Check]:
     for heads, kv_heads, dim, block_size in ((32, 8, 128, 16), (9, 3, 64, 16), (4, 2, 256, 32), (6, 1, 96, 64)):
         for step in ("decode", "verify", "mixed"):
             yield attention_check(step, heads, kv_heads, dim, block_size, full)
+    for step in ("fresh_long", "fresh_whole"):
+        yield attention_check(step, 8, 2, 128, 16, half)
+        yield attention_check(step, 6, 2, 64, 32, torch.float16)
     yield attention_check("mixed", 32, 8, 128, 16, torch.float16)
     yield attention_check("decode", 10, 2, 80, 16, half)
     yield "captured decode over changed rows", graph_check, LIMIT[half]

@@ -10,13 +10,23 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from kvern_kernels import AttentionMetadata, DecodeWorkspace, activation_triton, norm_triton, rotary_triton, split_kv
+from kvern_kernels import (
+    AttentionMetadata,
+    DecodeWorkspace,
+    activation_triton,
+    attention_triton,
+    norm_triton,
+    rotary_triton,
+    split_kv,
+)
 from kvern_kernels.decode_attention_triton import DecodeTiles, decode_attention, sm_count
+from kvern_kernels.gather_triton import gather_contexts
 from kvern_kernels.prefill_attention_triton import PrefillTiles, prefill_attention
 
 COPY_TB_S, MATMUL_TFLOP_S = 4.3, 790.0  # the card's ceilings as measured, see docs/performance-kernels.md
 HEADS, KV_HEADS, DIM, HIDDEN, INTERMEDIATE = 32, 8, 128, 4096, 14336
 DTYPE = torch.bfloat16
+MIN_FORCED = 64  # least tokens of a piece where a case forces the number of splits
 ROTATE_BYTES = 300e6  # five times the L2
 
 
@@ -103,11 +113,16 @@ def paged(query_lens: list[int], seq_lens: list[int], block_size: int, sets: int
 
 
 def decode(
-    name: str, seq_lens: list[int], block_size: int, splits: int | None = None, tiles: DecodeTiles | None = None
-):
+    name: str,
+    seq_lens: list[int],
+    block_size: int = 16,
+    splits: int | None = None,
+    tiles: DecodeTiles | None = None,
+) -> Timing:
     rows = len(seq_lens)
     moved = 2.0 * KV_HEADS * DIM * 2 * sum(seq_lens) + 2.0 * rows * HEADS * DIM * 2
-    chosen = splits or split_kv.choose_splits(rows, KV_HEADS, max(seq_lens), sm_count(torch.device("cuda")))
+    least = MIN_FORCED if splits else split_kv.min_split_tokens(rows * KV_HEADS, sm_count(torch.device("cuda")))
+    chosen = splits or split_kv.choose_splits(max(seq_lens), least)
 
     def build() -> list[Callable[[], object]]:
         q, arena, meta = paged([1] * rows, seq_lens, block_size, copies(moved))
@@ -115,7 +130,7 @@ def decode(
         out = torch.empty_like(q)
 
         def call(kv: torch.Tensor) -> Callable[[], object]:
-            return lambda: decode_attention(q, kv, meta, DIM**-0.5, out, rows, 1, chosen, tiles)
+            return lambda: decode_attention(q, kv, meta, DIM**-0.5, out, rows, 1, chosen, least, tiles)
 
         return [call(kv) for kv in arena]
 
@@ -161,6 +176,7 @@ PREFILLS = {
     "fresh 8k": ([8192], [8192]),
     "64 x 1k": ([1024] * 64, [1024] * 64),
     "2k after 6k": ([2048], [8192]),
+    "fresh 8,000 beside 8 decodes": ([1] * 8 + [8000], [2000] * 8 + [8000]),
 }
 
 
@@ -179,6 +195,20 @@ def prefill(name: str, block_size: int, tiles: PrefillTiles | None = None) -> Ti
     return Timing("prefill_attention", name, build, 0.0, flops, config)
 
 
+PLAIN_PREFILLS = ("fresh 8k", "64 x 1k", "2k after 6k")
+
+
+def dispatched(name: str) -> Timing:
+    """What the engine calls: the choice between our kernel and the vendor's included."""
+    query_lens, seq_lens = PREFILLS[name]
+
+    def build() -> list[Callable[[], object]]:
+        q, arena, meta = paged(query_lens, seq_lens, 16, 2)
+        return [lambda kv=kv: attention_triton.paged_attention(q, kv, meta, DIM**-0.5) for kv in arena]
+
+    return Timing("paged_attention", name, build, 0.0, 4.0 * HEADS * DIM * visible_pairs(query_lens, seq_lens))
+
+
 def prefill_by_vendor(name: str, vendor: str, block_size: int = 16) -> Timing:
     """The gather of K and V and torch's attention: `flash` (FlashAttention-2, aligned at the end) or `cudnn`."""
     query_lens, seq_lens = PREFILLS[name]
@@ -189,7 +219,7 @@ def prefill_by_vendor(name: str, vendor: str, block_size: int = 16) -> Timing:
         query = q.view(rows, -1, HEADS, DIM).transpose(1, 2)
 
         def call(kv: torch.Tensor) -> object:
-            keys, values = gathered(kv, meta)
+            keys, values = gather_contexts(kv, meta.block_tables, meta.seq_lens, 0, rows, meta.max_seq_len)
             if vendor == "flash":
                 op = torch.ops.aten._scaled_dot_product_flash_attention
                 return op(query, keys, values, 0.0, True, False, scale=DIM**-0.5)
@@ -208,7 +238,8 @@ def gather_alone(name: str, block_size: int) -> Timing:
 
     def build() -> list[Callable[[], object]]:
         _, arena, meta = paged(query_lens, seq_lens, block_size, copies(moved))
-        return [lambda kv=kv: gathered(kv, meta) for kv in arena]
+        rows, length = len(query_lens), meta.max_seq_len
+        return [lambda kv=kv: gather_contexts(kv, meta.block_tables, meta.seq_lens, 0, rows, length) for kv in arena]
 
     return Timing("gather", name, build, moved, 0.0, {"block_size": block_size})
 
@@ -258,21 +289,9 @@ def uneven(rows: int, longest: int) -> list[int]:
     return [64 + (i * 37 % rows) * (longest - 64) // max(rows - 1, 1) for i in range(rows)]
 
 
-DECODE_TILES = [
-    DecodeTiles(*t)
-    for t in ((64, 4, 3), (64, 4, 5), (32, 4, 4), (32, 4, 5), (32, 2, 4), (64, 2, 4), (128, 4, 3), (128, 8, 4))
-]
+DECODE_TILES = [DecodeTiles(*t) for t in ((64, 2, 5), (64, 4, 3), (32, 2, 4), (128, 4, 3), (32, 1, 4), (64, 1, 4))]
 PREFILL_TILES = [
-    PrefillTiles(*t)
-    for t in (
-        (128, 64, 8, 3),
-        (128, 64, 8, 2),
-        (128, 128, 8, 2),
-        (64, 64, 4, 3),
-        (64, 128, 4, 2),
-        (128, 64, 4, 3),
-        (128, 32, 8, 4),
-    )
+    PrefillTiles(*t) for t in ((128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 2))
 ]
 
 
@@ -284,6 +303,8 @@ def headline() -> Iterator[Timing]:
                 yield decode(f"b{rows} ctx{context}", [context] * rows, block_size)
         yield decode("b64 ctx 64..8192", uneven(64, 8192), block_size)
     for name in PREFILLS:
+        yield dispatched(name)
+    for name in PLAIN_PREFILLS:
         for block_size in (16, 64):
             yield prefill(name, block_size)
         yield prefill_by_vendor(name, "flash")
@@ -296,19 +317,22 @@ def headline() -> Iterator[Timing]:
 
 
 def sweep() -> Iterator[Timing]:
-    """Tiles and splits around the defaults."""
-    for name in PREFILLS:
+    """Splits and tiles around the defaults."""
+    cases = [(rows, [context] * rows) for rows, context in SWEPT] + [(64, uneven(64, 8192)), (32, uneven(32, 2048))]
+    for rows, seq_lens in cases:
+        name = f"b{rows} ctx{seq_lens[0]}" if len(set(seq_lens)) == 1 else f"b{rows} ctx 64..{max(seq_lens)}"
+        for splits in (1, 2, 4, 8, 16, 32, 64):
+            if splits == 1 or (max(seq_lens) >= splits * MIN_FORCED and rows * splits <= 512):
+                yield decode(name, seq_lens, 16, splits)
+        for tiles in DECODE_TILES:
+            yield decode(name, seq_lens, 16, None, tiles)
+    for name in PLAIN_PREFILLS:
         for tiles in PREFILL_TILES:
-            yield prefill(name, 16, tiles)
-    for rows, context in ((32, 4096), (32, 384), (1, 4096), (128, 384), (1, 384)):
-        for block_size in (16, 64):
-            for tiles in DECODE_TILES:
-                yield decode(f"b{rows} ctx{context}", [context] * rows, block_size, None, tiles)
-    for block_size in (16, 64):
-        for splits in (1, 2, 3, 4, 8, 16, 32):
-            yield decode("b32 ctx4096", [4096] * 32, block_size, splits)
-            yield decode("b64 ctx 64..8192", uneven(64, 8192), block_size, splits)
-            yield decode("b1 ctx8192", [8192], block_size, splits * 2)
-            if splits < 8:
-                yield decode("b32 ctx384", [384] * 32, block_size, splits)
-                yield decode("b128 ctx384", [384] * 128, block_size, splits)
+            for block_size in (16, 64):
+                yield prefill(name, block_size, tiles)
+
+
+SWEPT = [
+    (1, 128), (1, 384), (1, 1024), (1, 4096), (1, 8192), (4, 384), (8, 384), (8, 4096), (16, 384), (16, 2048),
+    (32, 384), (32, 1024), (32, 4096), (64, 384), (128, 384),
+]  # fmt: skip

@@ -3,17 +3,41 @@
 import torch
 from torch import Tensor
 
+from . import vendor_attention
 from .decode_attention_triton import MAX_QUERY_LEN, decode_attention
+from .gather_triton import gather_contexts
 from .metadata import AttentionMetadata
 from .prefill_attention_triton import prefill_attention
 
 
 def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
     """As `attention.paged_attention`; the heads of a token must be contiguous in q. No host synchronization."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if meta.max_query_len <= MAX_QUERY_LEN:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode_attention(q, kv, meta, scale, out, meta.num_rows, max(meta.max_query_len, 1))
-    else:
-        decode_attention(q, kv, meta, scale, out, meta.num_decodes, 1)
+        return out
+    tokens = _vendor_tokens(q, meta)
+    if tokens == q.shape[0]:
+        keys, values = gather_contexts(kv, meta.block_tables, meta.seq_lens, 0, 1, tokens)
+        return vendor_attention.causal_attention(q, keys, values, scale).contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    decode_attention(q, kv, meta, scale, out, meta.num_decodes, 1)
+    if not tokens:
         prefill_attention(q, kv, meta, scale, out, meta.num_decodes)
+        return out
+    row = meta.num_decodes  # also its first token: rows before it have one each
+    keys, values = gather_contexts(kv, meta.block_tables, meta.seq_lens, row, 1, tokens)
+    out[row : row + tokens] = vendor_attention.causal_attention(q[row : row + tokens], keys, values, scale)
+    left = q.shape[0] - row - tokens
+    if left:
+        prefill_attention(q, kv, meta, scale, out, row, only=(row + tokens, left))
     return out
+
+
+def _vendor_tokens(q: Tensor, meta: AttentionMetadata) -> int:
+    """How many tokens the vendor's kernel takes in a step of one long fresh prompt beside any decodes; else 0."""
+    if meta.query_lens is None or meta.seq_lens_list is None or meta.num_rows - meta.num_decodes != 1:
+        return 0
+    query_len, seq_len = meta.query_lens[-1], meta.seq_lens_list[-1]
+    tokens = vendor_attention.vendor_tokens(query_len, seq_len, q.shape[2], q.element_size())
+    return tokens if tokens and vendor_attention.available(q.device) else 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cpu_plan import DecodeCall, ExtendCall, PrefixCall, is_run, plan_step
+from .cpu_plan import BatchCall, ExtendCall, PrefixCall, is_run, plan_step
 from .metadata import AttentionMetadata
 
 # torch's fused CPU attention. Called directly because it returns the log-sum-exp, by which parts are merged.
@@ -65,10 +65,10 @@ def _index(tokens: list[int]) -> Index:
 
 
 class _Decode:
-    def __init__(self, call: DecodeCall, dtype: torch.dtype) -> None:
-        self.index = _index(call.tokens)
+    def __init__(self, call: BatchCall, dtype: torch.dtype) -> None:
+        self.index = _index(call.starts)
         longest = max(call.lengths)
-        rows = len(call.tokens)
+        rows = len(call.starts)
         if rows == 1 and is_run(call.blocks[0]):
             self.context = _Context(call.blocks[0][0], None, 1, longest)
         else:
@@ -94,6 +94,39 @@ class _Decode:
             folded = picked.reshape(rows, kv_heads, -1, dim)
         out, lse = _flash(folded, keys, values, 0.0, False, attn_mask=self.mask, scale=scale)
         return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
+
+
+class _Short:
+    """Rows of a few query tokens, padded to the longest by repeating their last token."""
+
+    def __init__(self, call: BatchCall, dtype: torch.dtype) -> None:
+        rows, count, longest = len(call.starts), max(call.counts), max(call.lengths)
+        starts, counts = torch.tensor(call.starts)[:, None], torch.tensor(call.counts)[:, None]
+        number = torch.arange(count)[None, :].minimum(counts - 1)
+        self.padded = (starts + number).flatten()
+        self.kept = (torch.arange(count)[None, :] < counts).flatten().nonzero().squeeze(1)
+        self.index: Index = _index(self.padded[self.kept].tolist())
+        self.rows, self.count = rows, count
+        ids = torch.tensor([block for row in call.blocks for block in row])
+        self.context = _Context(0, ids, rows, longest)
+        last = torch.tensor(call.lengths)[:, None] - counts + number
+        hidden = torch.arange(longest)[None, None, :] > last[:, :, None]
+        self.mask = torch.zeros(rows, 1, count, 1, longest, dtype=dtype)
+        self.mask.masked_fill_(hidden[:, None, :, None, :], -torch.inf)
+
+    def run(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Output [tokens, Hq, D] and log-sum-exp [tokens, Hq] of the call's tokens."""
+        keys, values = self.context.read(kv)
+        rows, count, heads, dim = self.rows, self.count, q.shape[1], q.shape[2]
+        kv_heads = keys.shape[1]
+        group = heads // kv_heads
+        query = q.index_select(0, self.padded).view(rows, count, kv_heads, group, dim)
+        query = query.transpose(1, 2).reshape(rows, kv_heads, count * group, dim)
+        mask = self.mask.expand(-1, -1, -1, group, -1).reshape(rows, 1, count * group, -1)
+        out, lse = _flash(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+        out = out.view(rows, kv_heads, count, group, dim).transpose(1, 2).reshape(-1, heads, dim)
+        lse = lse.view(rows, kv_heads, count, group).transpose(1, 2).reshape(-1, heads)
+        return out.index_select(0, self.kept), lse.index_select(0, self.kept)
 
 
 class _Extend:
@@ -172,7 +205,8 @@ class _Step:
         width = -(-max(seq_lens, default=0) // block_size)
         plan = plan_step(query_lens, seq_lens, meta.block_tables[:, :width].tolist(), block_size)
         self.idle = _index(plan.idle) if plan.idle else None
-        self.calls: list[_Decode | _Extend] = [_Decode(call, dtype) for call in plan.decodes]
+        self.calls: list[_Decode | _Short | _Extend] = [_Decode(call, dtype) for call in plan.decodes]
+        self.calls += [_Short(call, dtype) for call in plan.shorts]
         self.calls += [_Extend(call) for call in plan.extends]
         self.prefixes = [_Prefix(call, block_size) for call in plan.prefixes]
         self.single = len(self.calls) == 1 and not self.prefixes and self.idle is None

@@ -14,17 +14,21 @@ FREE_PADDING_TOKENS = 512
 MAX_GATHER_TOKENS = 4096
 # From this context on a row whose blocks are consecutive is read in place, in a call of its own.
 VIEW_TOKENS = 512
+# Chunks of at most this many query tokens whose own context is at most this long share calls: one each would cost more
+# than computing what is masked.
+SHORT_QUERY_TOKENS, SHORT_CONTEXT_TOKENS = 32, 256
 # A shared prefix is attended to once for all rows where that saves reading at least this many tokens.
 PREFIX_SAVING_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class DecodeCall:
-    """Single-token rows in one call. `tokens[i]` reads the first `lengths[i]` tokens of `blocks[i]`, which are equally
-    long lists, padded by repeating a row's first block.
+class BatchCall:
+    """Rows in one call. Row i's tokens starts[i]..starts[i]+counts[i]-1 are the last of the first `lengths[i]` tokens
+    of `blocks[i]`, to which they attend causally; the lists of blocks are equally long, padded by a row's first block.
     """
 
-    tokens: list[int]
+    starts: list[int]
+    counts: list[int]
     blocks: list[list[int]]
     lengths: list[int]
 
@@ -49,11 +53,13 @@ class PrefixCall:
 
 @dataclass
 class Plan:
-    """The calls of a step; every token with a context is in exactly one decode or extend call and in at most one
-    prefix call. `idle` are the tokens of padded rows, whose output is zero.
+    """The calls of a step; every token with a context is in exactly one batch or extend call and in at most one prefix
+    call. All rows of `decodes` have one token, those of `shorts` a few. `idle` are the tokens of padded rows, whose
+    output is zero.
     """
 
-    decodes: list[DecodeCall] = field(default_factory=list)
+    decodes: list[BatchCall] = field(default_factory=list)
+    shorts: list[BatchCall] = field(default_factory=list)
     extends: list[ExtendCall] = field(default_factory=list)
     prefixes: list[PrefixCall] = field(default_factory=list)
     idle: list[int] = field(default_factory=list)
@@ -96,15 +102,26 @@ def plan_step(
         start += count
     if len(rows) > 1:
         plan.prefixes = _split_prefixes(rows, block_size)
-    decodes = []
+    batched: dict[int, list[_Row]] = {}
     for row in rows:
-        if row.count > 1:
+        short = row.count <= SHORT_QUERY_TOKENS and row.length <= SHORT_CONTEXT_TOKENS
+        if row.count > 1 and not short:
             plan.extends.append(ExtendCall(row.start, row.count, row.blocks, row.length))
-        elif row.length >= VIEW_TOKENS and is_run(row.blocks):
-            plan.decodes.append(DecodeCall([row.start], [row.blocks], [row.length]))
+        elif row.count == 1 and row.length >= VIEW_TOKENS and is_run(row.blocks):
+            plan.decodes.append(_batch_call([row], len(row.blocks)))
         else:
-            decodes.append(row)
-    plan.decodes.extend(_bucket(decodes, block_size))
+            # Query tokens are padded too, so that only rows of similar counts share a call.
+            batched.setdefault((row.count - 1).bit_length(), []).append(row)
+    for kind, members in batched.items():
+        calls = _bucket(members, block_size)
+        if kind == 0:
+            plan.decodes.extend(calls)
+            continue
+        for call in calls:
+            if len(call.starts) > 1:
+                plan.shorts.append(call)
+            else:
+                plan.extends.append(ExtendCall(call.starts[0], call.counts[0], call.blocks[0], call.lengths[0]))
     return plan
 
 
@@ -130,30 +147,31 @@ def _split_prefixes(rows: list[_Row], block_size: int) -> list[PrefixCall]:
     return calls
 
 
-def _bucket(rows: list[_Row], block_size: int) -> list[DecodeCall]:
-    """Group single-token rows of similar context so that padding and the size of a gather stay bounded."""
-    calls: list[DecodeCall] = []
+def _bucket(rows: list[_Row], block_size: int) -> list[BatchCall]:
+    """Group rows of similar context so that padding and the size of a gather stay bounded."""
+    calls: list[BatchCall] = []
     bucket: list[_Row] = []
     width = padding = 0
     for row in sorted(rows, key=lambda row: -len(row.blocks)):
         waste = (width - len(row.blocks)) * block_size
         total = width * block_size * (len(bucket) + 1)
         if bucket and (total > MAX_GATHER_TOKENS or padding + waste > max(FREE_PADDING_TOKENS, total // 4)):
-            calls.append(_decode_call(bucket, width))
+            calls.append(_batch_call(bucket, width))
             bucket = []
         if not bucket:
             width, padding, waste = len(row.blocks), 0, 0
         bucket.append(row)
         padding += waste
     if bucket:
-        calls.append(_decode_call(bucket, width))
+        calls.append(_batch_call(bucket, width))
     return calls
 
 
-def _decode_call(rows: list[_Row], width: int) -> DecodeCall:
+def _batch_call(rows: list[_Row], width: int) -> BatchCall:
     rows = sorted(rows, key=lambda row: row.start)
-    return DecodeCall(
+    return BatchCall(
         [row.start for row in rows],
+        [row.count for row in rows],
         [row.blocks + [row.blocks[0]] * (width - len(row.blocks)) for row in rows],
         [row.length for row in rows],
     )

@@ -51,6 +51,7 @@ def check(query_lens, seq_lens, *, heads=6, kv_heads=2, dim=16, block_size=4, dt
         ([9], [30]),
         ([1, 1, 3, 7, 1], [17, 4, 20, 7, 5]),
         ([5, 5], [5, 640]),
+        ([12, 9, 16, 2, 1], [12, 30, 250, 2, 90]),
     ],
 )
 def test_matches_reference(query_lens, seq_lens, consecutive, dtype):
@@ -67,6 +68,11 @@ def test_shared_prefix_is_read_once(consecutive):
     step = check([1] * 14 + [3, 5], [170 + i for i in range(14)] + [171, 166], shared=40, consecutive=consecutive)
     assert len(step.prefixes) == 1
     assert step.prefixes[0].context.tokens == 160
+
+
+def test_short_chunks_share_a_call():
+    step = check([17, 20, 32, 18], [17, 20, 40, 100])
+    assert len(step.calls) == 1
 
 
 def test_short_shared_prefix_is_not_split_off():
@@ -102,17 +108,22 @@ def test_plan_covers_every_context_exactly_once(rows, block_size, shared, seed):
     prefix = {token: call.blocks for call in plan.prefixes for token in call.tokens}
     assert len(prefix) == sum(len(call.tokens) for call in plan.prefixes)
     seen = {}
-    for call in plan.decodes:
+    assert all(count == 1 for call in plan.decodes for count in call.counts)
+    for call in plan.decodes + plan.shorts:
         width = len(call.blocks[0])
         padded = 0
-        for token, blocks, length in zip(call.tokens, call.blocks, call.lengths, strict=True):
+        for start, count, blocks, length in zip(call.starts, call.counts, call.blocks, call.lengths, strict=True):
             assert len(blocks) == width
             used = -(-length // block_size)
             padded += (width - used) * block_size
-            seen[token] = (prefix.get(token, []) + blocks[:used], length + len(prefix.get(token, [])) * block_size)
-        total = width * block_size * len(call.tokens)
+            shared_blocks = prefix.get(start, [])
+            for token in range(start, start + count):
+                assert token not in seen
+                seen[token] = (shared_blocks + blocks[:used], length + len(shared_blocks) * block_size)
+        total = width * block_size * len(call.starts)
         assert padded <= max(cpu_plan.FREE_PADDING_TOKENS, total // 4)
-        assert len(call.tokens) == 1 or total <= cpu_plan.MAX_GATHER_TOKENS
+        assert len(call.starts) == 1 or total <= cpu_plan.MAX_GATHER_TOKENS
+        assert max(call.counts) < 2 * min(call.counts) or max(call.counts) == 2 * min(call.counts)
     for call in plan.extends:
         shared_blocks = prefix.get(call.start, [])
         for i in range(call.count):

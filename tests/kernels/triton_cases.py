@@ -26,6 +26,7 @@ from kvern_kernels import (
     rotary,
     rotary_triton,
     split_kv,
+    vendor_attention,
 )
 from kvern_kernels.decode_attention_triton import DecodeTiles, decode_attention
 from kvern_kernels.gather_triton import gather_contexts
@@ -221,3 +222,44 @@ def test_gather_contexts():
         for got, want in ((keys, expected[0]), (values, expected[1])):
             assert torch.equal(got[row - 1, :, :length], want)
             assert got[row - 1, :, length:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 70], [64], [33]])
+def test_a_long_fresh_prompt_goes_to_the_vendor(monkeypatch, query_lens):
+    """With a stand-in for the vendor's kernel where there is no GPU: what is gathered, what is left to our own."""
+    calls = []
+
+    def causal(q, keys, values, scale):
+        calls.append(q.shape[0])
+        wide = q.transpose(0, 1).unsqueeze(0)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            wide, keys, values, is_causal=True, scale=scale, enable_gqa=True
+        )
+        return out.squeeze(0).transpose(0, 1)
+
+    case = Case(
+        query_lens, [40, 7, *query_lens[2:]] if len(query_lens) > 1 else query_lens, dim=64, dtype=torch.float16
+    )
+    monkeypatch.setattr(vendor_attention, "MIN_TOKENS", 48)
+    monkeypatch.setattr(vendor_attention, "STEP", 32)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(vendor_attention, "available", lambda device: True)
+        monkeypatch.setattr(vendor_attention, "causal_attention", causal)
+    close(attention_triton.paged_attention(case.q, case.kv, case.meta, case.scale), case.expected())
+    if DEVICE == "cpu":
+        assert calls == ([64] if max(query_lens) >= 48 else [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [
+        ((8192, 8192, 128, 2), 8192),
+        ((5000, 5000, 64, 2), 4608),
+        ((4095, 4095, 128, 2), 0),
+        ((8192, 8193, 128, 2), 0),  # a cached prefix
+        ((8192, 8192, 96, 2), 0),
+        ((8192, 8192, 128, 4), 0),
+    ],
+)
+def test_which_prompts_go_to_the_vendor(arguments, tokens):
+    assert vendor_attention.vendor_tokens(*arguments) == tokens

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 
 _DECODE_WINDOW = 15  # steps; a median over them ignores seven outliers
+_FEW_ROWS = 8  # fewer take about as long as one
 _COST_WINDOW = 3  # mixed steps; two of them make a new median
 
 
@@ -83,7 +84,12 @@ class ChunkGovernor:
         if decode_rows == 0:
             return self.max_chunk
         size = decode_rows.bit_length()
-        if size not in self._decode and size not in self._asked and (self._alone or self._mixed):
+        if (
+            decode_rows >= _FEW_ROWS
+            and size not in self._decode
+            and size not in self._asked
+            and (self._alone or self._mixed)
+        ):
             self._asked.add(size)
             return 0
         decode, cost = self.decode_seconds(decode_rows), self.token_seconds()

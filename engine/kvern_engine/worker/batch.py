@@ -52,12 +52,6 @@ class StepBatch:
     meta: AttentionMetadata
     sampling: SamplingBatch | None
 
-    @property
-    def is_decode_only(self) -> bool:
-        """Every row computes one token and samples: what a captured graph can do."""
-        sampling = self.sampling
-        return self.meta.num_decodes == len(self.rows) and sampling is not None and sampling.hidden_index is None
-
 
 class BatchBuilder:
     """Builds batches over the row tables. `capacity` in bytes covers a decode step of all rows with its block edits."""

@@ -33,10 +33,6 @@ class DeviceClock:
         else:
             self._end = time.perf_counter()
 
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return bool(self._end.query()) if self._cuda else True
-
     def wait(self) -> float:
         """Blocks until the step is over; seconds it took on the device."""
         if not self._cuda:
@@ -84,10 +80,6 @@ class Pending:
     logprobs: RowLogprobs | None = None
     prompt_logprobs: RowLogprobs | None = None
     logits: dict[int, Tensor] | None = None
-
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        return self.clock.done()
 
     def result(self) -> StepResult:
         """Waits for the step and reads it back."""

@@ -43,10 +43,6 @@ class SimPending:
     clock: Callable[[], float]
     sleep: Callable[[float], None]
 
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        return self.clock() >= self.ends
-
     def result(self) -> StepResult:
         """Sleeps until the step is over."""
         while (left := self.ends - self.clock()) > 0:

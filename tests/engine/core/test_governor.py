@@ -150,3 +150,23 @@ def test_errors_name_the_value() -> None:
         ChunkGovernor(1.0, 64)
     with pytest.raises(ValueError, match="min_chunk and max_chunk must be at least 1, got 0 and 64"):
         ChunkGovernor(2.0, 64, min_chunk=0)
+
+
+def test_one_step_without_prompts_is_asked_for_where_that_many_rows_were_never_seen_alone() -> None:
+    """Under a burst every step holds a prompt: without the probe, 200 rows would be judged by the time of one."""
+
+    def seconds(rows: int, tokens: int) -> float:
+        return 0.005 + 0.00002 * (rows + tokens)
+
+    governor = ChunkGovernor(itl_factor=1.8, max_chunk=8192)
+    governor.observe(0, 4096, seconds(0, 4096))
+    governor.observe(1, 0, seconds(1, 0))
+    assert governor.cap(200) == 0
+    assert governor.cap(200) > 0, "asked once, not until it is answered"
+    governor.observe(200, 0, seconds(200, 0))
+    for _ in range(5):
+        tokens = governor.cap(200)
+        governor.observe(200, tokens, seconds(200, tokens))
+    target = 0.8 * seconds(200, 0) / 0.00002
+    assert 0.9 * target <= governor.cap(200) <= target
+    assert governor.cap(3) > 0, "a few rows take as long as one: no probe"

@@ -118,7 +118,6 @@ def test_batch_is_ordered_decodes_first() -> None:
     assert batch.sampling is not None and batch.sampling.hidden_index is not None
     assert batch.sampling.rows.tolist() == [0, 2]
     assert batch.sampling.hidden_index.tolist() == [0, 27]
-    assert not batch.is_decode_only
 
 
 def test_order_within_a_plan() -> None:

@@ -1,0 +1,183 @@
+"""What a step of a running LLM consists of on a GPU: kernel by kernel, idle time, and the host's share. Used by
+`h200.py --timeline`.
+
+A kernel's floor is the bytes that it must move over the card's measured bandwidth (Llama-3-8B, see `floors`).
+"""
+
+import cProfile
+import io
+import json
+import pstats
+import random
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+READ_TB_S = 4.39  # measured on an H200, see docs/performance-h200.md
+GROUPS = (  # the first pattern found in a kernel's name decides
+    ("attention", ("_decode_kernel", "_merge_kernel", "_prefill_kernel", "fmha", "flash", "cudnn", "_gather")),
+    ("norm", ("_rms_norm_kernel",)),
+    ("rope + KV write", ("_rope_kernel",)),
+    ("silu", ("_silu",)),
+    ("sampling", ("_peaks_kernel", "_pick_kernel")),
+    ("inputs", ("_decode_inputs_kernel", "index", "gather", "embedding", "Memcpy", "Memset")),
+    ("gemm", ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitK", "_linear", "cublas")),
+)
+
+
+def group_of(name):
+    return next((group for group, parts in GROUPS if any(part.lower() in name.lower() for part in parts)), "other")
+
+
+def floors(config, rows, context):
+    """Least microseconds a decode step of each group, by memory traffic at `rows` rows with `context` tokens each."""
+    hidden, layers = config.hidden_size, config.num_layers
+    heads = config.num_heads + 2 * config.num_kv_heads
+    layer = hidden * heads * config.head_dim + config.num_heads * config.head_dim * hidden
+    layer += 3 * hidden * config.intermediate_size
+    weights = 2 * (layers * layer + config.vocab_size * hidden)
+    kv = 4 * layers * config.num_kv_heads * config.head_dim * context * rows
+    per_us = READ_TB_S * 1e6
+    return {"gemm": round(weights / per_us, 1), "attention": round(kv / per_us, 1)}
+
+
+class Decoding:
+    """`rows` requests of `n_in` prompt tokens that decode until the block is left."""
+
+    def __init__(self, llm, rows, n_in, seed=5):
+        from kvern_engine import SamplingParams
+        from kvern_engine.ipc import AddRequest
+
+        self.core, self.rows = llm.core, rows
+        rng = random.Random(seed)
+        params = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True, detokenize=False)
+        self.names = [f"timeline-{seed}-{i}" for i in range(rows)]
+        self.counts = dict.fromkeys(self.names, 0)
+        for name in self.names:
+            ids = [rng.randrange(1000, llm.model_config.vocab_size - 1000) for _ in range(n_in)]
+            self.core.add_request(AddRequest(name, 0, ids, params, time.monotonic()))
+
+    def __enter__(self):
+        while min(self.counts.values()) < 8:
+            self.step()
+        return self
+
+    def step(self):
+        for output in self.core.step().get(0, ()):
+            self.counts[output.request_id] += len(output.token_ids)
+
+    def __exit__(self, *error):
+        self.core.abort(self.names)
+        while not self.core.idle:
+            self.core.step()
+
+
+def host_and_step(run, steps=60):
+    """Microseconds a step: wall time, and the loop's parts (schedule, submit, wait for the device, emit)."""
+    before, start = dict(run.core._seconds), time.perf_counter()
+    for _ in range(steps):
+        run.step()
+    wall = time.perf_counter() - start
+    parts = {name: round((value - before[name]) / steps * 1e6, 1) for name, value in run.core._seconds.items()}
+    return {"step_us": round(wall / steps * 1e6, 1), **parts}
+
+
+def kernels(call, steps):
+    """[(name, launches a step, microseconds a step)], and microseconds a step the device was busy and idle."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    spans = [
+        (float(e["ts"]), float(e["dur"]), e["name"])
+        for e in events
+        if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    spans.sort()
+    total, count = defaultdict(float), defaultdict(int)
+    busy, end = 0.0, spans[0][0]
+    for start, duration, name in spans:
+        total[name] += duration
+        count[name] += 1
+        busy += max(0.0, start + duration - max(start, end))
+        end = max(end, start + duration)
+    wall = end - spans[0][0]
+    rows = sorted(((name, count[name] / steps, us / steps) for name, us in total.items()), key=lambda row: -row[2])
+    return rows, busy / steps, (wall - busy) / steps
+
+
+def decode_timeline(llm, rows, n_in, steps=10):
+    """One decode step with `rows` rows: see the module's docstring. A dict for a JSON line."""
+    with Decoding(llm, rows, n_in, seed=rows) as run:
+        for _ in range(10):
+            run.step()
+        host = host_and_step(run)
+        try:
+            found, busy, idle = kernels(lambda: [run.step() for _ in range(steps)], steps)
+        except Exception as error:  # no profiler here: the host's times are still worth having
+            print(f"no kernel times: {error}")
+            found, busy, idle = [], 0.0, 0.0
+        context = n_in + min(run.counts.values())
+        profile = cProfile.Profile()
+        profile.runcall(lambda: [run.step() for _ in range(30)])
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(14)
+    lines = [line.strip() for line in text.getvalue().splitlines() if line.strip()]
+    groups = defaultdict(float)
+    for name, _, us in found:
+        groups[group_of(name)] += us
+    return {
+        "timeline": "decode",
+        "rows": rows,
+        "context": context,
+        **host,
+        "busy_us": round(busy, 1),
+        "idle_us": round(idle, 1),
+        "idle_share": round(idle / max(busy + idle, 1e-9), 4),
+        "groups": {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
+        "floors": floors(llm.model_config, rows, context),
+        "kernels": [(name[:90], round(count, 1), round(us, 1)) for name, count, us in found[:24]],
+        "host_profile": lines[2:22],
+    }
+
+
+def prompt_timeline(llm, n_in, rows=1):
+    """One step that computes `rows` fresh prompts of `n_in` tokens."""
+    from kvern_engine import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    rng = random.Random(n_in)
+    batches = [[{"prompt_token_ids": [rng.randrange(1000, 9000) for _ in range(n_in)]} for _ in range(rows)]
+               for _ in range(3)]  # fmt: skip
+    llm.generate(batches[0], params, use_tqdm=False)
+    start = time.perf_counter()
+    llm.generate(batches[1], params, use_tqdm=False)
+    wall = time.perf_counter() - start
+    found, busy, idle = kernels(lambda: llm.generate(batches[2], params, use_tqdm=False), 1)
+    groups = defaultdict(float)
+    for name, _, us in found:
+        groups[group_of(name)] += us
+    return {
+        "timeline": "prompt",
+        "rows": rows,
+        "tokens": n_in,
+        "s": round(wall, 4),
+        "busy_us": round(busy, 1),
+        "idle_us": round(idle, 1),
+        "groups": {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
+        "kernels": [(name[:90], round(count, 1), round(us, 1)) for name, count, us in found[:16]],
+    }
+
+
+def show(line):
+    """A timeline as a few lines of text."""
+    head = {key: value for key, value in line.items() if key not in ("kernels", "host_profile")}
+    print(json.dumps(head))
+    for name, count, us in line["kernels"][:14]:
+        print(f"    {us:9.1f} us  {count:6.1f} x  {name[:70]}")
