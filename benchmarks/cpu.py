@@ -202,7 +202,7 @@ async def _in_flight(url, count, n_out):
         return state, time.perf_counter() - start
 
 
-def http2000(a, count=2000, n_out=96):
+def http2000(a, count=2000, n_out=128):
     # A slow device, so that the first answers have not ended when the last request comes: 2,000 streams are open at
     # once, at a rate of tokens that two cores, the client on one of them, can carry.
     server, url = start_server(

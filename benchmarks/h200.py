@@ -44,6 +44,12 @@ def done(path, engine, commit):
     return names
 
 
+def drop_torn_line(path):
+    """Cut off what a killed run left of its last line, so that every line of the file is whole again."""
+    if path.exists() and not (data := path.read_bytes()).endswith(b"\n"):
+        path.write_bytes(data[: data.rfind(b"\n") + 1])
+
+
 def write_model(folder):
     """A model folder without weights: `load_format="dummy"` makes them up."""
     (Path(folder) / "config.json").write_text(json.dumps(LLAMA3_8B))
@@ -145,6 +151,7 @@ def main():
         print(f"{engine} at {revision}: nothing left to measure", file=sys.stderr)
         return 0
     a.out.parent.mkdir(parents=True, exist_ok=True)
+    drop_torn_line(a.out)
     settings = {"max_model_len": 8192, "max_num_seqs": 256, "gpu_memory_utilization": 0.9, "load_format": "dummy"}
     settings |= {"device": a.device, **PRECISIONS[a.precision], **a.engine_args}
 

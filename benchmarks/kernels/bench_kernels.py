@@ -4,7 +4,7 @@
 
 Checks run first, in parallel processes (they also compile what the timings need); a failed check ends the run. Timings
 follow, most important first, until `--seconds` are over; what was left out is said. Results are JSON lines in
-OUT/kernels.jsonl, and a table on the standard output. Phases: check, headline, sweep, all.
+OUT/kernels.jsonl, and a table on the standard output. Phases: check, headline, sweep, gemm, all.
 """
 
 import argparse
@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 def run_shard(index: int, count: int, phases: set[str]) -> int:
     """The checks and the compilations of one shard; prints a JSON line a check."""
     import checks
-    import timing
 
     failed = 0
     if "check" in phases:
@@ -35,7 +34,7 @@ def run_shard(index: int, count: int, phases: set[str]) -> int:
                 value, name = float("inf"), f"{name}: {type(error).__name__}: {str(error)[:300]}"
             failed += not value < limit
             print(json.dumps({"check": name, "error": float(f"{value:.3g}"), "limit": limit, "ok": value < limit}))
-    for number, case in enumerate(compiled_cases(phases, timing)):
+    for number, case in enumerate(compiled_cases(phases)):
         if number % count == index:
             try:
                 case.build()[0]()
@@ -45,13 +44,25 @@ def run_shard(index: int, count: int, phases: set[str]) -> int:
     return failed
 
 
-def compiled_cases(phases: set[str], timing) -> list:
+def cases_of(phase: str) -> list:
+    import products
+    import timing
+
+    return list({"headline": timing.headline, "sweep": timing.sweep, "gemm": products.sweep}[phase]())
+
+
+TIMED = ("headline", "sweep", "gemm")
+
+
+def compiled_cases(phases: set[str]) -> list:
     """One case a distinct kernel among those that will be timed."""
-    cases = {}
-    for phase in ("headline", "sweep"):
+    cases: dict[tuple, object] = {}
+    for phase in TIMED:
         if phase in phases:
-            for case in getattr(timing, phase)():
-                key = (case.kernel, case.config.get("block_size"), str(case.config.get("tiles")))
+            for case in cases_of(phase):
+                rows = case.config.get("rows", 0)
+                key = (case.kernel, case.case if rows else "", min(rows, 64), case.config.get("block_size"))
+                key += (str(case.config.get("tiles")),)
                 # The smallest data of each: only the compilation matters.
                 if key not in cases or case.bytes_moved + case.flops < cases[key].bytes_moved + cases[key].flops:
                     cases[key] = case
@@ -78,36 +89,45 @@ def run_shards(count: int, phases: str, out: Path) -> bool:
 
 
 def time_cases(phases: set[str], seconds: float, out: Path) -> None:
-    import timing
-
     started, left = time.monotonic(), 0
     device = torch.cuda.get_device_name()
     with (out / "kernels.jsonl").open("w") as file:
-        for phase in ("headline", "sweep"):
-            for case in getattr(timing, phase)() if phase in phases else ():
+
+        def keep(phase: str, result: dict) -> None:
+            file.write(json.dumps({"phase": phase, **result, "device": device}) + "\n")
+            file.flush()
+            print(" ".join(f"{key}={value}" for key, value in result.items()))
+
+        for phase in TIMED:
+            results = []
+            for case in cases_of(phase) if phase in phases else ():
                 if time.monotonic() - started > seconds:
                     left += 1
                     continue
                 try:
-                    result = case.measure()
+                    results.append(case.measure())
                 except Exception as error:
-                    result = {"kernel": case.kernel, "case": case.case, **case.config, "failed": str(error)[:200]}
+                    failed = str(error)[:200]
+                    results.append({"kernel": case.kernel, "case": case.case, **case.config, "failed": failed})
                     torch.cuda.empty_cache()
-                file.write(json.dumps({"phase": phase, **result, "device": device}) + "\n")
-                file.flush()
-                print(" ".join(f"{key}={value}" for key, value in result.items()))
+                keep(phase, results[-1])
+            if phase == "gemm" and results:
+                import products
+
+                for result in products.chains(results):
+                    keep(phase, result)
     print(f"timings took {time.monotonic() - started:.0f} s; left out: {left}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("phases", help="check, headline, sweep or all; several joined by commas")
+    parser.add_argument("phases", help="check, headline, sweep, gemm or all; several joined by commas")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--shard", type=int)
     parser.add_argument("--seconds", type=float, default=200)
     options = parser.parse_args()
-    phases = set(options.phases.replace("all", "check,headline,sweep").split(","))
+    phases = set(options.phases.replace("all", "check,headline,sweep,gemm").split(","))
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing to measure", file=sys.stderr)
         return 2
@@ -117,7 +137,7 @@ def main() -> int:
     started = time.monotonic()
     fine = run_shards(options.shards, options.phases, options.out)
     print(f"checks and compilation took {time.monotonic() - started:.0f} s", flush=True)
-    if phases & {"headline", "sweep"}:
+    if phases & set(TIMED):
         time_cases(phases, options.seconds, options.out)
     return 0 if fine else 1
 

@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
-"""RMSNorm and residual + RMSNorm in Triton: one program a row. The reference is `norm.py`."""
+"""RMSNorm and residual + RMSNorm in Triton: one program a row. The reference is `norm.py`.
+
+The input may come in parts that are added while they are read (`small_gemm_triton.py`).
+"""
 
 import torch
 import triton
@@ -8,6 +11,15 @@ from torch import Tensor
 
 
 @triton.jit
+def load_parts(pointers, mask, part_stride, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """The sum of PARTS tensors `part_stride` apart, rounded to DTYPE as a stored product would be; float32."""
+    total = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(pointers + part * part_stride, mask=mask, other=0.0).to(tl.float32)
+    return total.to(DTYPE).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["part_stride"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -15,42 +27,48 @@ def _rms_norm_kernel(
     out_ptr,
     x_stride,
     residual_stride,
+    part_stride,
     width,
     eps,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < width
-    raw = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0)
+    dtype = out_ptr.dtype.element_ty
+    x = load_parts(x_ptr + row * x_stride + offsets, inside, part_stride, PARTS, dtype)
     if ADD:
         target = residual_ptr + row * residual_stride + offsets
-        raw = (raw.to(tl.float32) + tl.load(target, mask=inside, other=0.0).to(tl.float32)).to(raw.dtype)
+        total = (x + tl.load(target, mask=inside, other=0.0).to(tl.float32)).to(dtype)
         # The sum is rounded before it is squared, as where it is stored and read back.
-        tl.store(target, raw, mask=inside)
-    x = raw.to(tl.float32)
+        tl.store(target, total, mask=inside)
+        x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
     weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + offsets, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * width + offsets, (x * scale * weight).to(dtype), mask=inside)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    rows, width = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _launch(parts: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """`parts` [P, T, H], added up; `residual` [T, H]."""
+    count, rows, width = parts.shape
+    out = torch.empty(rows, width, dtype=parts.dtype if residual is None else residual.dtype, device=parts.device)
     if rows:
         block = triton.next_power_of_2(width)
-        added = x if residual is None else residual
+        added = parts[0] if residual is None else residual
         _rms_norm_kernel[(rows,)](
-            x,
+            parts,
             added,
             weight,
             out,
-            x.stride(0),
+            parts.stride(1),
             added.stride(0),
+            parts.stride(0),
             width,
             eps,
             ADD=residual is not None,
+            PARTS=count,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
         )
@@ -60,10 +78,15 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `norm.rms_norm` for `x` [..., H] whose last dimension is contiguous; float32 inside."""
     if x.dim() != 2:
-        return _launch(x.reshape(-1, x.shape[-1]), None, weight, eps).view(x.shape)
-    return _launch(x, None, weight, eps)
+        return _launch(x.reshape(1, -1, x.shape[-1]), None, weight, eps).view(x.shape)
+    return _launch(x.unsqueeze(0), None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `norm.add_rms_norm` for `x` and `residual` [T, H]; the sum overwrites `residual`."""
-    return _launch(x, residual, weight, eps), residual
+    return _launch(x.unsqueeze(0), residual, weight, eps), residual
+
+
+def add_rms_norm_parts(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of the sum of `parts` [P, T, H] float32, which is rounded to residual's dtype first."""
+    return _launch(parts, residual, weight, eps), residual

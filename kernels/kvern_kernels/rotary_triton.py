@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 """QK-norm, rotary embedding and the write of K and V in one Triton kernel. The reference is `rotary.py`.
 
-A program takes one token and a few heads of q, k or v.
+A program takes one token and a few heads of q, k or v. The projection may come in parts that are added while they are
+read (`small_gemm_triton.py`).
 """
 
 import torch
@@ -9,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .norm_triton import load_parts
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["part_stride"])
 def _rope_kernel(
     q_ptr,
     k_ptr,
@@ -27,6 +30,7 @@ def _rope_kernel(
     v_stride,
     kv_stride,
     head_stride,
+    part_stride,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -35,18 +39,20 @@ def _rope_kernel(
     HEAD_BLOCK: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     q_pieces: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     kv_pieces: tl.constexpr = (KV_HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     dims = tl.arange(0, HALF_BLOCK)
+    dtype = out_ptr.dtype.element_ty
     if piece < q_pieces:
         heads = piece * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         inside = (heads < HEADS)[:, None] & (dims < HALF)[None, :]
         where = heads[:, None] * (2 * HALF) + dims[None, :]
-        first = tl.load(q_ptr + token * q_stride + where, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(q_ptr + token * q_stride + where + HALF, mask=inside, other=0.0).to(tl.float32)
+        first = load_parts(q_ptr + token * q_stride + where, inside, part_stride, PARTS, dtype)
+        second = load_parts(q_ptr + token * q_stride + where + HALF, inside, part_stride, PARTS, dtype)
         first, second = _rotated(
             first,
             second,
@@ -58,7 +64,7 @@ def _rope_kernel(
             eps,
             HALF,
             Q_NORM,
-            out_ptr.dtype.element_ty,
+            dtype,
         )
         target = out_ptr + token * (HEADS * 2 * HALF) + where
         tl.store(target, first.to(out_ptr.dtype.element_ty), mask=inside)
@@ -73,8 +79,8 @@ def _rope_kernel(
         target = kv_ptr + heads[:, None].to(tl.int64) * head_stride + slot * (2 * HALF) + dims[None, :]
         written = inside & (slot >= 0)
         if is_key:
-            first = tl.load(k_ptr + token * k_stride + where, mask=inside, other=0.0).to(tl.float32)
-            second = tl.load(k_ptr + token * k_stride + where + HALF, mask=inside, other=0.0).to(tl.float32)
+            first = load_parts(k_ptr + token * k_stride + where, inside, part_stride, PARTS, dtype)
+            second = load_parts(k_ptr + token * k_stride + where + HALF, inside, part_stride, PARTS, dtype)
             first, second = _rotated(
                 first,
                 second,
@@ -86,13 +92,13 @@ def _rope_kernel(
                 eps,
                 HALF,
                 K_NORM,
-                k_ptr.dtype.element_ty,
+                dtype,
             )
             tl.store(target, first.to(kv_ptr.dtype.element_ty), mask=written)
             tl.store(target + HALF, second.to(kv_ptr.dtype.element_ty), mask=written)
         else:
-            low_half = tl.load(v_ptr + token * v_stride + where, mask=inside, other=0.0)
-            high_half = tl.load(v_ptr + token * v_stride + where + HALF, mask=inside, other=0.0)
+            low_half = load_parts(v_ptr + token * v_stride + where, inside, part_stride, PARTS, dtype)
+            high_half = load_parts(v_ptr + token * v_stride + where + HALF, inside, part_stride, PARTS, dtype)
             tl.store(target + kv_stride, low_half.to(kv_ptr.dtype.element_ty), mask=written)
             tl.store(target + kv_stride + HALF, high_half.to(kv_ptr.dtype.element_ty), mask=written)
 
@@ -138,9 +144,52 @@ def rope_and_cache(
     eps: float = 1e-6,
 ) -> Tensor:
     """As `rotary.rope_and_cache`; the heads of a token must be contiguous in q, k and v, tokens may be strided."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _launch(out, q, k, v, 1, 0, cos_sin, positions, kv, slots, q_norm, k_norm, eps)
+    return out
+
+
+def rope_and_cache_parts(
+    parts: Tensor,
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    cos_sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """`rope_and_cache` of a merged projection in parts: the sum of `parts` [P, T, (Hq + 2 Hkv) D] float32, rounded to
+    `dtype`, is q | k | v. Returns q rotated [T, Hq, D] of `dtype`.
+    """
+    count, tokens, width = parts.shape
+    split = parts[0].view(tokens, heads + 2 * kv_heads, width // (heads + 2 * kv_heads))
+    q, k, v = split.split((heads, kv_heads, kv_heads), dim=1)
+    out = torch.empty(q.shape, dtype=dtype, device=parts.device)
+    _launch(out, q, k, v, count, parts.stride(0), cos_sin, positions, kv, slots, q_norm, k_norm, eps)
+    return out
+
+
+def _launch(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parts: int,
+    part_stride: int,
+    cos_sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> None:
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens:
         head_block = min(8, triton.next_power_of_2(kv_heads))
         pieces = triton.cdiv(heads, head_block) + 2 * triton.cdiv(kv_heads, head_block)
@@ -160,6 +209,7 @@ def rope_and_cache(
             v.stride(0),
             kv.stride(0),
             kv.stride(1),
+            part_stride,
             eps,
             HEADS=heads,
             KV_HEADS=kv_heads,
@@ -168,6 +218,6 @@ def rope_and_cache(
             HEAD_BLOCK=head_block,
             Q_NORM=q_norm is not None,
             K_NORM=k_norm is not None,
+            PARTS=parts,
             num_warps=2,
         )
-    return out

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from kvern_kernels import add_rms_norm, rms_norm, rope_and_cache, silu_and_mul
 
 torch.set_num_threads(1)

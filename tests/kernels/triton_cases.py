@@ -25,6 +25,7 @@ from kvern_kernels import (
     norm_triton,
     rotary,
     rotary_triton,
+    small_gemm_triton,
     split_kv,
     vendor_attention,
 )
@@ -263,3 +264,46 @@ def test_a_long_fresh_prompt_goes_to_the_vendor(monkeypatch, query_lens):
 )
 def test_which_prompts_go_to_the_vendor(arguments, tokens):
     assert vendor_attention.vendor_tokens(*arguments) == tokens
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 64, 48), (5, 100, 40), (70, 32, 16)])
+def test_linear_parts(rows, inner, columns, splits):
+    tiles = small_gemm_triton.ProductTiles(32, 32, splits, 4, 2)
+    x = torch.randn(rows, inner + 8, dtype=torch.float16, device=DEVICE)[:, :inner]
+    weight = torch.randn(columns, inner, dtype=torch.float16, device=DEVICE)
+    parts = small_gemm_triton.linear_parts(x, weight, tiles)
+    assert parts.shape == (splits, rows, columns) and parts.dtype == torch.float32
+    torch.testing.assert_close(parts.sum(0), x.float() @ weight.float().T, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "inner", "width"), [(1, 64, 48), (5, 100, 20), (70, 32, 16)])
+def test_gated_linear(rows, inner, width):
+    tiles = small_gemm_triton.ProductTiles(32, 32, 1, 4, 2)
+    x = torch.randn(rows, inner, dtype=torch.float16, device=DEVICE)
+    weight = torch.randn(2 * width, inner, dtype=torch.float16, device=DEVICE) * 0.3
+    got = small_gemm_triton.gated_linear(x, weight, tiles)
+    close(got, activation.silu_and_mul(x.float() @ weight.float().T))
+    with pytest.raises(ValueError, match="splits must be 1, got 2"):
+        small_gemm_triton.gated_linear(x, weight, small_gemm_triton.ProductTiles(32, 32, 2, 4, 2))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_parts_are_added_by_what_follows(count):
+    dtype, heads, kv_heads, dim = torch.float16, 4, 2, 8
+    parts = torch.randn(count, 3, (heads + 2 * kv_heads) * dim, device=DEVICE)
+    whole = parts.sum(0).to(dtype)
+    weight = torch.randn(whole.shape[1], dtype=dtype, device=DEVICE)
+    residual = torch.randn_like(whole)
+    expected, expected_sum = norm.add_rms_norm(whole, residual.clone(), weight, 1e-5)
+    got, got_sum = norm_triton.add_rms_norm_parts(parts, residual, weight, 1e-5)
+    close(got, expected)
+    close(got_sum, expected_sum)
+    q, k, v = whole.view(3, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+    cos_sin = torch.randn(9, dim, device=DEVICE)
+    positions, slots = torch.tensor([0, 8, 3], device=DEVICE), torch.tensor([4, -1, 7], device=DEVICE)
+    kv = torch.zeros(2, kv_heads, 2, 4, dim, dtype=dtype, device=DEVICE)
+    expected_kv = kv.clone()
+    expected = rotary.rope_and_cache(q, k, v, cos_sin, positions, expected_kv, slots)
+    close(rotary_triton.rope_and_cache_parts(parts, heads, kv_heads, dtype, cos_sin, positions, kv, slots), expected)
+    close(kv, expected_kv)

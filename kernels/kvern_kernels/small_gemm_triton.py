@@ -1,0 +1,120 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+"""Matrix products of few rows with a weight matrix (decode) in Triton: bound by reading the weights.
+
+Two things save time against a library's product. The inner dimension is split so that every multiprocessor reads, and
+the pieces are not added up here: the operation that follows anyway (residual + RMSNorm, rotary + KV write) adds them
+while it reads (`norm_triton.add_rms_norm_parts`, `rotary_triton.rope_and_cache_parts`). And SwiGLU's gate is applied in
+the product's epilogue. The weight tile is the left operand (rows of the tensor core's instruction), the few rows of x
+the right one. The reference is torch.nn.functional.linear.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product_kernel(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    rows,
+    columns,
+    x_stride,
+    INNER: tl.constexpr,
+    INNER_EACH: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    first = tl.program_id(0) * BLOCK_N
+    split = tl.program_id(1)
+    row_block = tl.program_id(2) * BLOCK_M
+    n = first + tl.arange(0, BLOCK_N)
+    m = row_block + tl.arange(0, BLOCK_M)
+    k = split * INNER_EACH + tl.arange(0, BLOCK_K)
+    inside_n = n < columns
+    w = w_ptr + n.to(tl.int64)[:, None] * INNER + k[None, :]
+    x = x_ptr + m.to(tl.int64)[None, :] * x_stride + k[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    inside_m = (m < rows)[None, :]
+    for step in range(0, INNER_EACH, BLOCK_K):
+        if EVEN:
+            x_tile = tl.load(x + step, mask=inside_m, other=0.0)
+            w_tile = tl.load(w + step, eviction_policy="evict_first")
+        else:
+            inside_k = k + step < INNER
+            w_mask = inside_n[:, None] & inside_k[None, :]
+            x_tile = tl.load(x + step, mask=inside_m & inside_k[:, None], other=0.0)
+            w_tile = tl.load(w + step, mask=w_mask, other=0.0, eviction_policy="evict_first")
+        if GATED:
+            gate = tl.dot(w_tile, x_tile, gate)
+            if EVEN:
+                w_tile = tl.load(w + columns * INNER + step, eviction_policy="evict_first")
+            else:
+                w_tile = tl.load(w + columns * INNER + step, mask=w_mask, other=0.0, eviction_policy="evict_first")
+        acc = tl.dot(w_tile, x_tile, acc)
+    mask = inside_n[:, None] & (m < rows)[None, :]
+    if GATED:
+        acc = gate * tl.sigmoid(gate) * acc
+    out = out_ptr + (split * rows + m).to(tl.int64)[None, :] * columns + n[:, None]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """Columns (weight rows) and inner elements a tile, splits of the inner dimension, warps and pipeline stages."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def _launch(x: Tensor, weight: Tensor, out: Tensor, columns: int, gated: bool, tiles: ProductTiles) -> None:
+    rows, inner = x.shape
+    block_m = max(16, min(64, triton.next_power_of_2(rows)))
+    each = triton.cdiv(triton.cdiv(inner, tiles.block_k), tiles.splits) * tiles.block_k
+    _product_kernel[(triton.cdiv(columns, tiles.block_n), tiles.splits, triton.cdiv(rows, block_m))](
+        x,
+        weight,
+        out,
+        rows,
+        columns,
+        x.stride(0),
+        INNER=inner,
+        INNER_EACH=each,
+        GATED=gated,
+        EVEN=columns % tiles.block_n == 0 and each * tiles.splits == inner,
+        BLOCK_M=block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def linear_parts(x: Tensor, weight: Tensor, tiles: ProductTiles) -> Tensor:
+    """`x` [M, K] times `weight` [N, K] transposed, as [splits, M, N] float32 that add up to the product."""
+    out = torch.empty(tiles.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    _launch(x, weight, out, weight.shape[0], False, tiles)
+    return out
+
+
+def gated_linear(x: Tensor, weight: Tensor, tiles: ProductTiles) -> Tensor:
+    """silu(x Wg^T) * (x Wu^T) for `x` [M, K] and `weight` [2F, K] = gate | up; returns [M, F] in x's dtype.
+
+    `tiles.splits` must be 1: the gate needs the whole sums.
+    """
+    if tiles.splits != 1:
+        raise ValueError(f"a gated product cannot be split: tiles.splits must be 1, got {tiles.splits}")
+    out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    _launch(x, weight, out, weight.shape[0] // 2, True, tiles)
+    return out
