@@ -6,8 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvern_engine.layers.parameters import Destinations
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.llama import LlamaForCausalLM
+from kvern_engine.parallel.groups import ParallelContext
+from kvern_engine.parallel.layout import ModelShard
 from kvern_kernels import AttentionMetadata
 
 
@@ -17,18 +20,30 @@ class CausalLM(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    shard: ModelShard
 
     def __init__(
-        self, config: ModelConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelContext | None = None,
     ) -> None: ...
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], meta: AttentionMetadata
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        meta: AttentionMetadata,
+        residual: Tensor | None = None,
     ) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
-    def destinations(self) -> dict[str, Tensor]: ...
+    def destinations(self) -> Destinations: ...
 
     def add_cpu_layouts(self) -> None: ...
 

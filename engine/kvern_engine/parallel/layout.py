@@ -80,8 +80,13 @@ class Slice:
     size: int
 
     @property
-    def is_empty(self) -> bool:
-        return self.start >= self.stop
+    def count(self) -> int:
+        """Indices that are no padding."""
+        return self.stop - self.start
+
+    def times(self, unit: int) -> "Slice":
+        """The same part where each index stands for `unit` neighbouring rows or columns."""
+        return Slice(self.start * unit, self.stop * unit, self.size * unit)
 
 
 @dataclass(frozen=True)

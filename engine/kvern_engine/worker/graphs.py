@@ -160,13 +160,13 @@ class DecodeGraphs:
 
     def _make_workspace(self) -> DecodeWorkspace:
         """Scratch memory for the largest of all sizes' launches; graphs never run at once."""
-        config, device = self._model.config, self._tables.device
+        shard, device = self._model.shard, self._tables.device
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         pieces = 1
         for size in self.sizes:
-            least = split_kv.min_split_tokens(size * config.num_kv_heads, multiprocessors)
+            least = split_kv.min_split_tokens(size * shard.kv_heads.size, multiprocessors)
             pieces = max(pieces, size * split_kv.choose_splits(self._longest, least))
-        return DecodeWorkspace.allocate(pieces, config.num_heads, config.head_dim, 1, 1, device)
+        return DecodeWorkspace.allocate(pieces, shard.heads.size, self._model.config.head_dim, 1, 1, device)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

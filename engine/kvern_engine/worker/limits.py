@@ -90,8 +90,6 @@ def step_limits(config: EngineConfig, device: str, device_name: str, max_model_l
 def check_supported(config: EngineConfig) -> None:
     """Raises ValueError for what a worker cannot do yet, rather than ignoring it."""
     later = {
-        "tensor_parallel_size": (config.tensor_parallel_size, 1),
-        "pipeline_parallel_size": (config.pipeline_parallel_size, 1),
         "kv_cache_dtype": (config.kv_cache_dtype, "auto"),
         "quantization": (config.quantization, None),
         "batch_invariant": (config.batch_invariant, False),
@@ -101,12 +99,22 @@ def check_supported(config: EngineConfig) -> None:
             raise ValueError(f"{name}={value} is not supported yet; leave it at {only}")
 
 
-def cpu_threads(explicit: str | None, openmp: str | None, cores: int, engines: int) -> int:
+def cpu_threads(explicit: str | None, openmp: str | None, cores: int, ranks: int) -> int:
     """Threads of one worker on a CPU: KVERN_CPU_THREADS (`explicit`), else OMP_NUM_THREADS (`openmp`), else the `cores`
-    this process may use, divided between `engines` (data_parallel_size). Raises ValueError for a bad number."""
+    this process may use, divided between the `ranks` of all engines. Raises ValueError for a bad number."""
     for name, value in (("KVERN_CPU_THREADS", explicit), ("OMP_NUM_THREADS", openmp)):
         if value:
             if not value.isdecimal() or int(value) < 1:
                 raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
             return int(value)
-    return max(1, cores // engines)
+    return max(1, cores // ranks)
+
+
+def local_rank(explicit: str | None, rank: int) -> int:
+    """Which device of this machine is the rank's: KVERN_LOCAL_RANK (`explicit`) where a pod holds some ranks of a
+    larger layout, else that of its number. Raises ValueError for a bad number."""
+    if not explicit:
+        return rank
+    if not explicit.isdecimal():
+        raise ValueError(f"KVERN_LOCAL_RANK must be a whole number, got {explicit!r}")
+    return int(explicit)

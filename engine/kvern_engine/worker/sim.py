@@ -16,6 +16,7 @@ from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import StepPlan, StepResult, TokenLogprobs, WorkerReady
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import ModelNotFoundError, resolve_model
+from kvern_engine.parallel.layout import Layout
 from kvern_engine.worker import limits, memory
 from kvern_engine.worker.rng import hash64, uniform
 from kvern_engine.worker.sim_profile import SimProfile, load_profile
@@ -62,6 +63,10 @@ class SimWorker:
     ) -> None:
         limits.check_supported(config)
         self.config, self.rank = config, rank
+        self.layout = Layout.of(config)
+        engine, stage, _ = self.layout.coordinates(rank)
+        self.answers = rank == self.layout.answering_rank(engine)
+        self.knows_tokens = stage == self.layout.pipeline - 1
         self.is_asynchronous = True
         self._clock, self._sleep = clock, sleep
         self._busy_until = -math.inf

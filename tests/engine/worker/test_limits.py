@@ -70,8 +70,6 @@ def test_step_limits_by_device() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet; leave it at 1"),
-        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 is not supported yet"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 is not supported yet; leave it at auto"),
         ({"quantization": "fp8"}, "quantization=fp8 is not supported yet"),
         ({"batch_invariant": True}, "batch_invariant=True is not supported yet"),
@@ -81,6 +79,13 @@ def test_what_comes_later_is_refused(fields: dict[str, object], text: str) -> No
     limits.check_supported(config())
     with pytest.raises(ValueError, match=text):
         limits.check_supported(config(**fields))
+
+
+def test_local_rank() -> None:
+    assert limits.local_rank(None, 3) == 3
+    assert limits.local_rank("1", 3) == 1
+    with pytest.raises(ValueError, match="KVERN_LOCAL_RANK must be a whole number, got '-1'"):
+        limits.local_rank("-1", 3)
 
 
 def test_cpu_threads() -> None:
@@ -94,8 +99,10 @@ def test_cpu_threads() -> None:
 
 
 def test_block_bytes() -> None:
-    assert memory.block_bytes(LLAMA_8B, 16, 2) == 16 * 131072
-    assert memory.block_bytes(LLAMA_8B, 1, 2) == LLAMA_8B.kv_bytes_per_token_at_2_bytes
+    shape = LLAMA_8B.num_layers, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim
+    assert memory.block_bytes(*shape, 16, 2) == 16 * 131072
+    assert memory.block_bytes(*shape, 1, 2) == LLAMA_8B.kv_bytes_per_token_at_2_bytes
+    assert memory.block_bytes(LLAMA_8B.num_layers // 2, 1, LLAMA_8B.head_dim, 16, 2) == 131072
 
 
 def test_available() -> None:
