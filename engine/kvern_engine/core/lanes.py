@@ -7,7 +7,8 @@ again before its last token is there (micro-batches of GPipe, arXiv 1811.06965, 
 Pure: who decodes is decided in `scheduler.py`; here, whose turn it is and that lanes are of equal length.
 """
 
-from collections.abc import Iterable, Sequence as Items
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 from kvern_engine.core.sequence import Sequence, State
 

@@ -14,7 +14,8 @@ from worker_harness import GREEDY, plan
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.loop import WorkerDiedError
 from kvern_engine.core.plan import AddedRow, Reset
-from kvern_engine.transport import ProcessWorkerClient, encode
+from kvern_engine.transport import encode
+from kvern_engine.worker_client import GroupWorkerClient, Peer
 
 RUN = (
     "import sys; from kvern_engine.worker.process import worker_main; "
@@ -30,7 +31,7 @@ class Child:
         self.process.stdin.write(config.model_dump_json().encode())
         self.process.stdin.close()
         self.context: zmq.Context = zmq.Context()
-        self.client = ProcessWorkerClient(self.context, str(folder), 0, 0, self.process.pid)
+        self.client = GroupWorkerClient(self.context, str(folder), 0, [Peer(0, self.process.pid)])
 
     def close(self) -> None:
         self.client.close()
@@ -134,7 +135,7 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     parent.stdin.close()
     pid = int(parent.stdout.readline())
     context: zmq.Context = zmq.Context()
-    client = ProcessWorkerClient(context, str(tmp_path), 0, 0, pid)
+    client = GroupWorkerClient(context, str(tmp_path), 0, [Peer(0, pid)])
     try:
         client.wait_ready()
         parent.kill()
