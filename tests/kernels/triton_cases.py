@@ -227,11 +227,13 @@ def test_gather_contexts():
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 70], [64], [33]])
 def test_a_long_fresh_prompt_goes_to_the_vendor(monkeypatch, query_lens):
-    """With a stand-in for the vendor's kernel where there is no GPU: what is gathered, what is left to our own."""
+    """With a stand-in for the vendor's kernel where there is no GPU: what is gathered and padded for it, if anything."""
     calls = []
 
     def causal(q, keys, values, scale):
-        calls.append(q.shape[0])
+        calls.append((q.shape[0], keys.shape[2]))
+        assert keys[:, :, q.shape[0] :].abs().sum() == 0 and values[:, :, q.shape[0] :].abs().sum() == 0
+        keys, values = keys[:, :, : q.shape[0]], values[:, :, : q.shape[0]]
         wide = q.transpose(0, 1).unsqueeze(0)
         out = torch.nn.functional.scaled_dot_product_attention(
             wide, keys, values, is_causal=True, scale=scale, enable_gqa=True
@@ -248,14 +250,14 @@ def test_a_long_fresh_prompt_goes_to_the_vendor(monkeypatch, query_lens):
         monkeypatch.setattr(vendor_attention, "causal_attention", causal)
     close(attention_triton.paged_attention(case.q, case.kv, case.meta, case.scale), case.expected())
     if DEVICE == "cpu":
-        assert calls == ([64] if max(query_lens) >= 48 else [])
+        assert calls == {70: [(70, 96)], 64: [(64, 64)], 33: []}[query_lens[-1]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "tokens"),
     [
         ((8192, 8192, 128, 2), 8192),
-        ((5000, 5000, 64, 2), 4608),
+        ((5000, 5000, 64, 2), 5120),
         ((4095, 4095, 128, 2), 0),
         ((8192, 8193, 128, 2), 0),  # a cached prefix
         ((8192, 8192, 96, 2), 0),
@@ -307,3 +309,19 @@ def test_parts_are_added_by_what_follows(count):
     expected = rotary.rope_and_cache(q, k, v, cos_sin, positions, expected_kv, slots)
     close(rotary_triton.rope_and_cache_parts(parts, heads, kv_heads, dtype, cos_sin, positions, kv, slots), expected)
     close(kv, expected_kv)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "gated", "expected"),
+    [
+        (1, 6144, False, (64, 128, 2, 4, 4)),
+        (32, 4096, False, (64, 128, 4, 4, 4)),
+        (16, 14336, True, (64, 128, 1, 4, 3)),
+        (32, 14336, True, (128, 64, 1, 8, 4)),
+        (8, 64, False, (64, 128, 8, 4, 4)),  # never more than 8 parts
+        (33, 4096, False, None),
+    ],
+)
+def test_which_products_are_ours(rows, columns, gated, expected):
+    tiles = small_gemm_triton.choose_tiles(rows, columns, gated, 132)
+    assert tiles == (expected and small_gemm_triton.ProductTiles(*expected))
