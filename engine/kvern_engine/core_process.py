@@ -2,8 +2,8 @@
 
 CPU only: no torch is loaded here, unless the worker runs in this process (`--distributed-executor-backend uni`). The
 scheduling is in `core/`; this file is its sockets and its clock. While nothing is to be done it sleeps in poll, where
-a new request wakes it at once; it reports its state twice a second, which is also its heartbeat, and when it
-begins to work and when its last request has ended.
+a new request wakes it at once; it reports its state twice a second, which is also its heartbeat, when it begins to work
+and when its last request has ended.
 """
 
 import logging

@@ -112,7 +112,7 @@ def test_a_reader_that_stands_still_holds_up_nobody(sim: Serve) -> None:
 
 
 def test_half_a_request_is_nothing(slow: Serve) -> None:
-    """Bodies that never end: nothing of them reaches an engine, and their connections are given up with their clients."""
+    """Bodies that never end: nothing of them reaches an engine, and nothing is left of them once their clients go."""
     whole = request_bytes("/v1/completions", LONG)
     for cut in (5, 40, whole.index(b"\r\n\r\n") + 4, len(whole) - 3):
         with socket.create_connection(slow.address) as half:

@@ -18,8 +18,8 @@ def check_stream(answer: Answer, tokens: int, text: str) -> None:
 
 
 def test_200_streams_lose_no_token(sim: Serve) -> None:
-    """Two API servers, two engines. Tokens of the simulated device depend on seed and position alone, so that 20 streams
-    read one after the other say what each of the 200 must hold. Their prompts differ, and so do their lengths."""
+    """Two API servers, two engines. Tokens of the simulated device depend on seed and position alone, so that 20
+    streams read one after the other say what each of the 200 must hold. Their prompts and lengths differ."""
     body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     rng = random.Random(1)
 
@@ -43,7 +43,8 @@ def test_200_streams_lose_no_token(sim: Serve) -> None:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    words = "And God said unto Moses the LORD thy of Israel shall come to pass in land king house man day".split()
+    verse = "And God said unto Moses the LORD thy of Israel shall come to pass in land king house man day"
+    words = verse.split()
     rng = random.Random(7)
     shared = " ".join(rng.choice(words) for _ in range(30))
     heads = [shared, shared[:60], ""]
