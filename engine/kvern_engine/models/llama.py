@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvern_engine.layers.attention import Attention
+from kvern_engine.layers.attention import Attention, Wanted
 from kvern_engine.layers.embedding import Embedding
 from kvern_engine.layers.linear import Linear
 from kvern_engine.layers.norm import RMSNorm
@@ -32,8 +32,16 @@ class LlamaAttention:
         self.o_proj = Linear(self.q_size, config.hidden_size, bias=bias, dtype=dtype, device=device)
         self.attention = Attention(config.num_heads, config.num_kv_heads, config.head_dim)
 
-    def __call__(self, x: Tensor, positions: Tensor, cos_sin: Tensor, kv: Tensor, meta: AttentionMetadata) -> Tensor:
-        return self.o_proj(self.attention(self.qkv_proj(x), positions, cos_sin, kv, meta))
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        wanted: Wanted | None = None,
+    ) -> Tensor:
+        return self.o_proj(self.attention(self.qkv_proj(x), positions, cos_sin, kv, meta, wanted))
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         found = _parts(f"{prefix}self_attn.", self.qkv_proj, ("q_proj", "k_proj", "v_proj"), self._sizes)
@@ -78,13 +86,18 @@ class LlamaDecoderLayer:
         cos_sin: Tensor,
         kv: Tensor,
         meta: AttentionMetadata,
+        wanted: Wanted | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`x` [T, H]: what the layer before computed and has not yet added to `residual` [T, H] (None: nothing)."""
+        """`x` [T, H]: what the layer before computed and has not yet added to `residual` [T, H] (None: nothing).
+
+        Of the tokens that are not `wanted` only K and V are computed; the results are then [S, H]."""
         if x is None:
             x = self.input_norm(residual)
         else:
             x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, positions, cos_sin, kv, meta)
+        x = self.attention(x, positions, cos_sin, kv, meta, wanted)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted.index)
         x, residual = self.post_attention_norm.add(x, residual)
         return self.mlp(x), residual
 
@@ -114,16 +127,23 @@ class LlamaForCausalLM:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], meta: AttentionMetadata
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        meta: AttentionMetadata,
+        wanted: Wanted | None = None,
     ) -> Tensor:
-        """Hidden states after the last norm, [T, hidden_size].
+        """Hidden states after the last norm, [T, hidden_size], or [S, hidden_size] of the S tokens that are `wanted`.
 
         `token_ids` [T] int32, `positions` [T] int64, `kv_caches` one [2, Hkv, N, bs, D] a layer: K and V of the tokens
         are written to it at `meta.slots`.
         """
         x, residual, cos_sin = None, self.embed_tokens(token_ids), self.cos_sin
+        last = self.layers[-1]
         for layer, kv in zip(self.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, positions, cos_sin, kv, meta)
+            only = wanted if layer is last else None
+            x, residual = layer(x, residual, positions, cos_sin, kv, meta, only)
         if x is None:
             return self.norm(residual)
         return self.norm.add(x, residual)[0]

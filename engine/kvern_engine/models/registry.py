@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvern_engine.layers.attention import Wanted
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.llama import LlamaForCausalLM
 from kvern_kernels import AttentionMetadata
@@ -23,7 +24,12 @@ class CausalLM(Protocol):
     ) -> None: ...
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], meta: AttentionMetadata
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        meta: AttentionMetadata,
+        wanted: Wanted | None = None,
     ) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...

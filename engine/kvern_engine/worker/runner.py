@@ -48,11 +48,18 @@ class Runner:
         if self.graphs is not None and not return_logits and (replayed := self._replay(plan, edits, clock)):
             return replayed
         batch = self._builder.build(plan, edits)
-        hidden = self.model.forward(batch.token_ids, batch.positions, self._kv_caches, batch.meta)
+        wants_all = return_logits or bool((self.tables.host.features[batch.rows] & int(Feature.PROMPT_LOGPROBS)).any())
+        wanted = None if wants_all else batch.wanted
+        hidden = self.model.forward(batch.token_ids, batch.positions, self._kv_caches, batch.meta, wanted)
         pending = Pending(plan.step, clock, [], None)
         if batch.sampling is not None:
-            self._sample(hidden, batch.sampling, pending)
-        self._prompt_logprobs(hidden, batch, pending)
+            if wanted is None and batch.sampling.hidden_index is not None:
+                sampled = hidden.index_select(0, batch.sampling.hidden_index)
+            else:
+                sampled = hidden
+            self._sample_from(self.model.compute_logits(sampled), batch.sampling, pending)
+        if wants_all:
+            self._prompt_logprobs(hidden, batch, pending)
         if return_logits:
             pending.logits = self._all_logits(hidden, batch)
         clock.stop()
@@ -83,11 +90,6 @@ class Runner:
         """Copies whole blocks within the arena, all layers at once, all reads before all writes."""
         source, target = to_device(np.array(copies, dtype=np.int64), self.arena.device).unbind(1)
         self.arena.index_copy_(3, target, self.arena.index_select(3, source))
-
-    def _sample(self, hidden: Tensor, sampling: SamplingBatch, pending: Pending) -> None:
-        if sampling.hidden_index is not None:
-            hidden = hidden.index_select(0, sampling.hidden_index)
-        self._sample_from(self.model.compute_logits(hidden), sampling, pending)
 
     def _sample_from(self, logits: Tensor, sampling: SamplingBatch, pending: Pending) -> None:
         tokens = self._sampler(logits, sampling)
