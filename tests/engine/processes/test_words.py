@@ -31,13 +31,12 @@ def test_a_person_sees_phases_with_their_seconds_and_then_the_url():
     report.engine_ready(READY, several=False)
     report.ready("http://127.0.0.1:8000", None, "smollm2-135m", [READY])
     # What stays on the screen: lines that were rewritten in place are gone.
-    kept = [line.rpartition("\x1b[K")[2].rstrip() for line in out.getvalue().splitlines()]
+    kept = [line.rpartition("\x1b[K")[2].rstrip() for line in out.getvalue().split("\n")]
     assert kept[0].startswith("Kvern ") and kept[0].endswith(": smollm2-135m")
     assert kept[1].split() == ["loading", "weights", "1.5", "s"]
     assert kept[2].split() == ["laying", "out", "the", "KV", "cache", "0.5", "s"]
-    assert kept[3] == (
-        "  cpu float32, weights 538MB, KV cache 65,536 tokens (4,096 blocks of 16); 8.0 requests of 8,192 tokens at once"
-    )
+    cache = "65,536 tokens (4,096 blocks of 16); 8.0 requests of 8,192 tokens at once"
+    assert kept[3] == f"  cpu float32, weights 538MB, KV cache {cache}"
     assert kept[4] == "Ready in 2.0 s: http://127.0.0.1:8000/v1  (model smollm2-135m; Ctrl-C stops)"
     assert "loading weights  50 %" in out.getvalue()
 
