@@ -50,6 +50,7 @@ class Serve:
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
         self._url = ""
+        self.key: str | None = None  # sent with every request
 
     def _read_log(self) -> None:
         assert self.process.stderr is not None
@@ -86,11 +87,15 @@ class Serve:
         chosen = [p for p in found if p.cmdline() and p.cmdline()[-1].startswith(kind)]
         return sorted(chosen, key=lambda p: p.cmdline()[-1])
 
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=20, **options)
+        return httpx.get(self.url + path, timeout=20, headers=self._headers, **options)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
+        return httpx.post(self.url + path, json=body, timeout=60, headers=self._headers)
 
     def complete(self, prompt: Any, **body: Any) -> httpx.Response:
         return self.post("/v1/completions", prompt=prompt, **body)
@@ -218,11 +223,12 @@ def _dechunk(body: bytes) -> bytes:
         at = end + 4 + size
 
 
-async def ask(address: tuple[str, int], path: str, body: Any) -> Answer:
+async def ask(server: Serve, path: str, body: Any) -> Answer:
     """One request over a connection of its own, read to the end."""
-    reader, writer = await asyncio.open_connection(*address)
+    reader, writer = await asyncio.open_connection(*server.address)
+    key = [f"Authorization: Bearer {server.key}"] if server.key else []
     try:
-        writer.write(request_bytes(path, body, "Connection: close"))
+        writer.write(request_bytes(path, body, "Connection: close", *key))
         return parse(await reader.read(-1))
     finally:
         writer.close()
@@ -232,7 +238,7 @@ def ask_all(server: Serve, bodies: Sequence[dict[str, Any]], path: str = "/v1/co
     """All at once; the answers in order."""
 
     async def run() -> list[Answer]:
-        return list(await asyncio.gather(*(ask(server.address, path, body) for body in bodies)))
+        return list(await asyncio.gather(*(ask(server, path, body) for body in bodies)))
 
     return asyncio.run(run())
 
