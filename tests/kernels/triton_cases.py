@@ -227,9 +227,8 @@ def test_gather_contexts():
 
 VENDOR_STEPS = [
     ([1, 1, 70], [40, 7, 70], [(1, 70, 96, 0)]),
-    """With a stand-in for the vendor's kernel where there is no GPU: what is gathered and padded for it."""(
-        [33], [33], []
-    ),
+    ([64], [64], [(1, 64, 64, 0)]),
+    ([33], [33], []),
     ([1, 64, 64, 64, 9, 50], [5, 64, 64, 64, 30, 60], [(2, 128, 64, 0), (1, 64, 64, 0), (1, 50, 64, 10)]),
     ([20, 64, 20], [70, 64, 25], [(1, 64, 64, 0)]),
 ]
