@@ -2,8 +2,8 @@
 
 CPU only: no torch is loaded here, unless the worker runs in this process (`--distributed-executor-backend uni`). The
 scheduling is in `core/`; this file is its sockets and its clock. While nothing is to be done it sleeps in poll, where
-a new request wakes it at once; it reports its state twice a second, which is also its heartbeat, and when its last
-request has ended.
+a new request wakes it at once; it reports its state twice a second, which is also its heartbeat, when it begins to work
+and when its last request has ended.
 """
 
 import logging
@@ -66,6 +66,7 @@ class CoreProcess:
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._report_at = 0.0
+        self._said_busy = False
         self._core: EngineCore | None = None
 
     def start(self) -> None:
@@ -116,9 +117,10 @@ class CoreProcess:
                 self._sleep(core)
                 continue
             outputs = core.step()
-            if outputs and not core.scheduler.has_work:
+            busy = core.scheduler.has_work
+            if busy != self._said_busy or (outputs and not busy):
                 # With the last outputs, not after them: whoever has read an answer finds the gauges at rest.
-                self._report_at = time.monotonic() + STATS_SECONDS
+                self._report_at, self._said_busy = time.monotonic() + STATS_SECONDS, busy
                 self._send(outputs, core.stats())
                 continue
             self._send(outputs)

@@ -80,8 +80,11 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class Outputs(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """One step's outputs for one API server. `stats` comes every report interval and when the engine has nothing left
-    to do, to every API server."""
+    """One step's outputs for one API server.
+
+    `stats` comes every report interval, when the engine begins to work and when it has nothing left to do, to every
+    API server.
+    """
 
     engine: int
     outputs: list[TokenOutput]

@@ -25,7 +25,7 @@ _WORDS = {
 
 
 def count(number: float) -> str:
-    """A number of parameters or bytes in three digits: 134.5M, 98M, 1.2G."""
+    """A number in three or four digits: 134M, 16.1G."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             digits = number / limit
@@ -106,7 +106,8 @@ class StartupReport:
         for ready in engines:
             which = f"engine {ready.engine}: " if len(engines) > 1 else ""
             where = " ".join(str(ready.info[key]) for key in ("device", "dtype") if key in ready.info)
-            self._write(f"  {which}{where}, KV cache {capacity(ready)}", keep=True)
+            weights = count(float(ready.info.get("weight_bytes", 0)))
+            self._write(f"  {which}{where}, weights {weights}B, KV cache {capacity(ready)}", keep=True)
         admin = f", admin port {admin_url}" if admin_url else ""
         self._write(f"Ready in {seconds:.1f} s: {url}/v1  (model {name}{admin}; Ctrl-C stops)", keep=True)
 

@@ -65,8 +65,9 @@ class StartError(Exception):
 
 
 def worker_in_core(config: EngineConfig) -> bool:
-    """Whether the worker runs in its core's process. Apart is the default: the core then plans, and takes in new
-    requests, while the worker computes, on a CPU as on a GPU (docs/performance.md has the figures).
+    """Whether the worker runs in its core's process. Apart is the default: the core plans, and takes in new requests,
+    while the worker computes. On two CPU cores both were measured to take the same CPU time a token (81 and 82 ms with
+    SmolLM2-135M in float32); together saves one start of Python, half a second of CPU time.
     """
     return config.distributed_executor_backend == "uni"
 

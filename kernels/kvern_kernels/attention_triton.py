@@ -16,26 +16,28 @@ def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode_attention(q, kv, meta, scale, out, meta.num_rows, max(meta.max_query_len, 1))
         return out
-    tokens = _vendor_tokens(q, meta)
-    if tokens == q.shape[0]:
-        keys, values = gather_contexts(kv, meta.block_tables, meta.seq_lens, 0, 1, tokens)
-        return vendor_attention.causal_attention(q, keys, values, scale).contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    decode_attention(q, kv, meta, scale, out, meta.num_decodes, 1)
-    if not tokens:
-        prefill_attention(q, kv, meta, scale, out, meta.num_decodes)
+    padded = _vendor_tokens(q, meta)
+    row = meta.num_decodes
+    if not padded:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        decode_attention(q, kv, meta, scale, out, row, 1)
+        prefill_attention(q, kv, meta, scale, out, row)
         return out
-    row = meta.num_decodes  # also its first token: rows before it have one each
-    keys, values = gather_contexts(kv, meta.block_tables, meta.seq_lens, row, 1, tokens)
-    out[row : row + tokens] = vendor_attention.causal_attention(q[row : row + tokens], keys, values, scale)
-    left = q.shape[0] - row - tokens
-    if left:
-        prefill_attention(q, kv, meta, scale, out, row, only=(row + tokens, left))
+    # The prompt is the last row, and the rows before it have one token each.
+    keys, values = gather_contexts(kv, meta.block_tables, meta.seq_lens, row, 1, padded)
+    prompt = vendor_attention.causal_attention(q[row:], keys, values, scale)
+    if row == 0:
+        return prompt.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    decode_attention(q, kv, meta, scale, out, row, 1)
+    out[row:] = prompt
     return out
 
 
 def _vendor_tokens(q: Tensor, meta: AttentionMetadata) -> int:
-    """How many tokens the vendor's kernel takes in a step of one long fresh prompt beside any decodes; else 0."""
+    """The padded length of the prompt for the vendor's kernel in a step of one long fresh prompt beside any decodes; 0
+    where our own kernel takes all.
+    """
     if meta.query_lens is None or meta.seq_lens_list is None or meta.num_rows - meta.num_decodes != 1:
         return 0
     query_len, seq_len = meta.query_lens[-1], meta.seq_lens_list[-1]

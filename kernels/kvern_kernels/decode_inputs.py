@@ -13,7 +13,7 @@ from torch import Tensor
 @dataclass
 class DecodeInputs:
     """`token_ids` [B] int32, `positions` [B] int64, `slots` [B] int64 (-1: none), `seq_lens` [B] int32 including this
-    token, `block_tables` [B, W] int32, `places` [B] int64: where the next token goes in the flat token table (-1: none).
+    token, `block_tables` [B, W] int32, `places` [B] int64: where the next token goes in the flat token table, -1: none.
 
     Entries of `block_tables` beyond a row's length are undefined.
     """

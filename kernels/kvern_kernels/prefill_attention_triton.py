@@ -88,7 +88,7 @@ def _attend(
     return acc, total, top
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "row_token", "row_count", "table_stride"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "table_stride"])
 def _prefill_kernel(
     q_ptr,
     kv_ptr,
@@ -103,9 +103,6 @@ def _prefill_kernel(
     table_stride,
     first_row,
     num_rows,
-    row_token,
-    row_count,
-    ONE_ROW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -118,15 +115,9 @@ def _prefill_kernel(
 ):
     head = tl.program_id(0)
     number = tl.num_programs(1) - 1 - tl.program_id(1)
-    if ONE_ROW:
-        row = first_row
-        tile = number
-        first_token = row_token
-        query_len = row_count
-    else:
-        row, tile = _find_row(query_start_ptr, number, first_row, num_rows, TOKENS)
-        first_token = tl.load(query_start_ptr + row)
-        query_len = tl.load(query_start_ptr + row + 1) - first_token
+    row, tile = _find_row(query_start_ptr, number, first_row, num_rows, TOKENS)
+    first_token = tl.load(query_start_ptr + row)
+    query_len = tl.load(query_start_ptr + row + 1) - first_token
     seq_len = tl.load(seq_lens_ptr + row)
     begin = tile * TOKENS
     if begin >= query_len:
@@ -194,13 +185,9 @@ def prefill_attention(
     out: Tensor,
     first_row: int,
     tiles: PrefillTiles | None = None,
-    only: tuple[int, int] | None = None,
 ) -> None:
-    """Attention of rows `first_row`.. (any number of query tokens each) into `out` [T, Hq, D].
-
-    `only` (token, count): of row `first_row` alone, its last `count` tokens, which begin at `token` of the batch.
-    """
-    rows = 1 if only else meta.num_rows - first_row
+    """Attention of rows `first_row`.. (any number of query tokens each) into `out` [T, Hq, D]."""
+    rows = meta.num_rows - first_row
     if rows == 0:
         return
     heads, dim = q.shape[1], q.shape[2]
@@ -209,8 +196,7 @@ def prefill_attention(
     tiles = tiles or choose_tiles(dim, kv.element_size(), group, meta.max_seq_len)
     tokens = tiles.block_m // group
     # Rows before first_row have at least one token each, so that this bounds the tiles without reading anything back.
-    numbers = triton.cdiv(only[1], tokens) if only else (q.shape[0] - first_row) // tokens + rows
-    row_token, row_count = only or (0, 0)
+    numbers = (q.shape[0] - first_row) // tokens + rows
     _prefill_kernel[(kv_heads, numbers)](
         q,
         kv,
@@ -225,9 +211,6 @@ def prefill_attention(
         meta.block_tables.stride(0),
         first_row,
         meta.num_rows,
-        row_token,
-        row_count,
-        ONE_ROW=only is not None,
         KV_HEADS=kv_heads,
         GROUP=group,
         TOKENS=tokens,

@@ -78,6 +78,24 @@ class ProductTiles:
     num_stages: int
 
 
+def choose_tiles(rows: int, columns: int, gated: bool, sm_count: int) -> ProductTiles | None:
+    """Tiles of a product of `rows` rows with a weight of `columns` rows (of the gate, where `gated`); None where cuBLAS
+    is faster.
+
+    Measured on an H200, 32 rows, us against cuBLAS: qkv 6144 x 4096 15.4 / 16.4, o 4096 x 4096 10.9 / 13.1, gate_up
+    28672 x 4096 with SwiGLU 60.1 / 61.5, down 4096 x 14336 31.2 / 33.2; a whole layer without attention 128.2 / 131.7,
+    at 1 row 120.8 / 124.9, at 64 rows 135.0 / 136.0, at 128 rows 216.7 / 147.6.
+    """
+    if rows > 32:
+        return None
+    if gated:
+        return ProductTiles(64, 128, 1, 4, 3) if rows <= 16 else ProductTiles(128, 64, 1, 8, 4)
+    splits = 1
+    while splits < 8 and triton.cdiv(columns, 64) * splits < sm_count:
+        splits *= 2
+    return ProductTiles(64, 128, splits, 4, 4)
+
+
 def _launch(x: Tensor, weight: Tensor, out: Tensor, columns: int, gated: bool, tiles: ProductTiles) -> None:
     rows, inner = x.shape
     block_m = max(16, min(64, triton.next_power_of_2(rows)))

@@ -99,15 +99,16 @@ def test_never_draws_what_is_banned():
 
 
 def test_a_distribution():
-    """300 draws from four tokens come as often as they should."""
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]], device=DEVICE).expand(300, 4).contiguous()
-    uniform = torch.rand(300, dtype=torch.float64, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
-    rows = torch.zeros(300, dtype=torch.int32, device=DEVICE)
+    """Draws from four tokens come as often as they should."""
+    count, tolerance = (4000, 0.03) if DEVICE == "cuda" else (40, 0.2)  # each takes its time where it is interpreted
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]], device=DEVICE, dtype=torch.bfloat16).expand(count, 4).contiguous()
+    uniform = torch.rand(count, dtype=torch.float64, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
+    rows = torch.zeros(count, dtype=torch.int32, device=DEVICE)
     got, _ = run_both(logits, state_of(1, 4, temperature=[0.8], top_p=[0.97]), uniform, rows)
     wanted = (torch.tensor([0.0, 1.0, 2.0]) / 0.8).softmax(0)  # the fourth has 1.7 %, the first three over 97 %
-    shares = torch.bincount(got, minlength=4).float().cpu() / 300
+    shares = torch.bincount(got, minlength=4).float().cpu() / count
     assert shares[3] == 0
-    assert torch.allclose(shares[:3], wanted, atol=0.09)
+    assert torch.allclose(shares[:3], wanted, atol=tolerance)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])

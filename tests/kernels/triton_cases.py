@@ -225,39 +225,52 @@ def test_gather_contexts():
             assert got[row - 1, :, length:].abs().sum() == 0
 
 
-@pytest.mark.parametrize("query_lens", [[1, 1, 70], [64], [33]])
-def test_a_long_fresh_prompt_goes_to_the_vendor(monkeypatch, query_lens):
-    """With a stand-in for the vendor's kernel where there is no GPU: what is gathered, what is left to our own."""
+VENDOR_STEPS = [
+    ([1, 1, 70], [40, 7, 70], [(1, 70, 96, 0)]),
+    ([64], [64], [(1, 64, 64, 0)]),
+    ([33], [33], []),
+    ([1, 64, 64, 64, 9, 50], [5, 64, 64, 64, 30, 60], [(2, 128, 64, 0), (1, 64, 64, 0), (1, 50, 64, 10)]),
+    ([20, 64, 20], [70, 64, 25], [(1, 64, 64, 0)]),
+]
+
+
+@pytest.mark.parametrize(("query_lens", "seq_lens", "expected_calls"), VENDOR_STEPS)
+def test_long_prompts_go_to_the_vendor(monkeypatch, query_lens, seq_lens, expected_calls):
+    """With a stand-in for the vendor's kernel where there is no GPU: what is gathered and padded for it."""
     calls = []
 
-    def causal(q, keys, values, scale):
-        calls.append(q.shape[0])
-        wide = q.transpose(0, 1).unsqueeze(0)
+    def causal(q, keys, values, scale, prefix):
+        rows, length = keys.shape[0], keys.shape[2]
+        calls.append((rows, q.shape[0], length, prefix))
+        each = q.shape[0] // rows
+        assert keys[:, :, prefix + each :].abs().sum() == 0 and values[:, :, prefix + each :].abs().sum() == 0
+        wide = torch.zeros(rows, length, *q.shape[1:], dtype=q.dtype)
+        wide[:, prefix : prefix + each] = q.view(rows, each, *q.shape[1:])
         out = torch.nn.functional.scaled_dot_product_attention(
-            wide, keys, values, is_causal=True, scale=scale, enable_gqa=True
+            wide.transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=True
         )
-        return out.squeeze(0).transpose(0, 1)
+        return out.transpose(1, 2)[:, prefix : prefix + each].reshape(q.shape)
 
-    case = Case(
-        query_lens, [40, 7, *query_lens[2:]] if len(query_lens) > 1 else query_lens, dim=64, dtype=torch.float16
-    )
+    case = Case(query_lens, seq_lens, dim=64, dtype=torch.float16)
     monkeypatch.setattr(vendor_attention, "MIN_TOKENS", 48)
     monkeypatch.setattr(vendor_attention, "STEP", 32)
     if DEVICE == "cpu":
         monkeypatch.setattr(vendor_attention, "available", lambda device: True)
         monkeypatch.setattr(vendor_attention, "causal_attention", causal)
-    close(attention_triton.paged_attention(case.q, case.kv, case.meta, case.scale), case.expected())
+    for _ in range(2):  # the second layer finds the parts worked out
+        close(attention_triton.paged_attention(case.q, case.kv, case.meta, case.scale), case.expected())
     if DEVICE == "cpu":
-        assert calls == ([64] if max(query_lens) >= 48 else [])
+        assert calls == 2 * expected_calls
 
 
 @pytest.mark.parametrize(
     ("arguments", "tokens"),
     [
         ((8192, 8192, 128, 2), 8192),
-        ((5000, 5000, 64, 2), 4608),
-        ((4095, 4095, 128, 2), 0),
-        ((8192, 8193, 128, 2), 0),  # a cached prefix
+        ((5000, 5000, 64, 2), 5120),
+        ((1023, 1023, 128, 2), 0),
+        ((4096, 8192, 128, 2), 8192),  # a cached prefix, not longer than the rest
+        ((4095, 8192, 128, 2), 0),
         ((8192, 8192, 96, 2), 0),
         ((8192, 8192, 128, 4), 0),
     ],
@@ -307,3 +320,19 @@ def test_parts_are_added_by_what_follows(count):
     expected = rotary.rope_and_cache(q, k, v, cos_sin, positions, expected_kv, slots)
     close(rotary_triton.rope_and_cache_parts(parts, heads, kv_heads, dtype, cos_sin, positions, kv, slots), expected)
     close(kv, expected_kv)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "gated", "expected"),
+    [
+        (1, 6144, False, (64, 128, 2, 4, 4)),
+        (32, 4096, False, (64, 128, 4, 4, 4)),
+        (16, 14336, True, (64, 128, 1, 4, 3)),
+        (32, 14336, True, (128, 64, 1, 8, 4)),
+        (8, 64, False, (64, 128, 8, 4, 4)),  # never more than 8 parts
+        (33, 4096, False, None),
+    ],
+)
+def test_which_products_are_ours(rows, columns, gated, expected):
+    tiles = small_gemm_triton.choose_tiles(rows, columns, gated, 132)
+    assert tiles == (expected and small_gemm_triton.ProductTiles(*expected))

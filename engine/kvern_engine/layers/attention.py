@@ -1,9 +1,20 @@
 """Grouped-query attention over the paged KV cache: splits the merged projection and calls the kernels."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvern_kernels import AttentionMetadata, paged_attention, rope_and_cache
+
+
+@dataclass
+class Wanted:
+    """The only tokens whose hidden states a step needs, S of them: `index` [S] int64 in the flat batch, and `meta`, in
+    which each is a row of its own with one query token. The last layer computes no others."""
+
+    index: Tensor
+    meta: AttentionMetadata
 
 
 class Attention:
@@ -16,10 +27,20 @@ class Attention:
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
 
-    def __call__(self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, kv: Tensor, meta: AttentionMetadata) -> Tensor:
+    def __call__(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        wanted: Wanted | None = None,
+    ) -> Tensor:
         """`qkv` [T, (Hq + 2 Hkv) * D], `positions` [T] int64, `cos_sin` [max_positions, D] float32, `kv` [2, Hkv, N,
-        bs, D] (K and V of this step are written to it) -> [T, Hq * D]."""
+        bs, D] (K and V of this step are written to it) -> [T, Hq * D], or [S, Hq * D] where S tokens are wanted."""
         tokens = qkv.shape[0]
         q, k, v = torch.split(qkv.view(tokens, -1, self.head_dim), self._split, dim=1)
         q = rope_and_cache(q, k, v, cos_sin, positions, kv, meta.slots)
-        return paged_attention(q, kv, meta, self.scale).view(tokens, -1)
+        if wanted is not None:
+            q, meta = q.index_select(0, wanted.index), wanted.meta
+        return paged_attention(q, kv, meta, self.scale).view(q.shape[0], self._split[0] * self.head_dim)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvern_engine.layers.attention import Attention
+from kvern_engine.layers.attention import Attention, Wanted
 from kvern_engine.layers.embedding import Embedding
 from kvern_engine.layers.linear import Linear
 from kvern_engine.layers.norm import RMSNorm
@@ -42,8 +42,17 @@ class LlamaAttention:
         self.o_proj = Linear(self._q.size, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device)
         self.attention = Attention(shard.heads.size, shard.kv_heads.size, config.head_dim)
 
-    def __call__(self, x: Tensor, positions: Tensor, cos_sin: Tensor, kv: Tensor, meta: AttentionMetadata) -> Tensor:
-        return self._group.all_reduce(self.o_proj(self.attention(self.qkv_proj(x), positions, cos_sin, kv, meta)))
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        wanted: Wanted | None = None,
+    ) -> Tensor:
+        heads = self.attention(self.qkv_proj(x), positions, cos_sin, kv, meta, wanted)
+        return self._group.all_reduce(self.o_proj(heads))
 
     def destinations(self, prefix: str) -> Destinations:
         prefix, head_dim = f"{prefix}self_attn.", self._config.head_dim
@@ -97,13 +106,18 @@ class LlamaDecoderLayer:
         cos_sin: Tensor,
         kv: Tensor,
         meta: AttentionMetadata,
+        wanted: Wanted | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`x` [T, H]: what the layer before computed and has not yet added to `residual` [T, H] (None: nothing)."""
+        """`x` [T, H]: what the layer before computed and has not yet added to `residual` [T, H] (None: nothing).
+
+        Of the tokens that are not `wanted` only K and V are computed; the results are then [S, H]."""
         if x is None:
             x = self.input_norm(residual)
         else:
             x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, positions, cos_sin, kv, meta)
+        x = self.attention(x, positions, cos_sin, kv, meta, wanted)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted.index)
         x, residual = self.post_attention_norm.add(x, residual)
         return self.mlp(x), residual
 
@@ -158,10 +172,13 @@ class LlamaForCausalLM:
         positions: Tensor,
         kv_caches: Sequence[Tensor],
         meta: AttentionMetadata,
+        wanted: Wanted | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the last norm, [T, hidden_size]; of a stage but the last, the residual stream that the
-        next one takes as `residual` (None on the first one; it may be overwritten).
+        """Hidden states after the last norm, [T, hidden_size], or [S, hidden_size] of the S tokens that are `wanted`.
+
+        A stage but the last gives the residual stream of all tokens, which the next one takes as `residual` (None on
+        the first one; it may be overwritten).
 
         `token_ids` [T] int32, `positions` [T] int64, `kv_caches` one [2, Hkv, N, bs, D] a layer of this stage: K and V
         of the tokens are written to it at `meta.slots`.
@@ -170,8 +187,10 @@ class LlamaForCausalLM:
             assert self.embed_tokens is not None, "a later stage takes the residual stream"
             residual = self.embed_tokens(token_ids)
         x, cos_sin = None, self.cos_sin
+        last = self.layers[-1] if self.norm is not None else None
         for layer, kv in zip(self.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, positions, cos_sin, kv, meta)
+            only = wanted if layer is last else None
+            x, residual = layer(x, residual, positions, cos_sin, kv, meta, only)
         if self.norm is None:
             return residual if x is None else x + residual
         return self.norm(residual) if x is None else self.norm.add(x, residual)[0]

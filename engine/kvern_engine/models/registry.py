@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvern_engine.layers.attention import Wanted
 from kvern_engine.layers.parameters import Destinations
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.llama import LlamaForCausalLM
@@ -38,6 +39,7 @@ class CausalLM(Protocol):
         positions: Tensor,
         kv_caches: Sequence[Tensor],
         meta: AttentionMetadata,
+        wanted: Wanted | None = None,
         residual: Tensor | None = None,
     ) -> Tensor: ...
 

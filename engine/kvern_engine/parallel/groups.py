@@ -47,7 +47,7 @@ class TensorGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in `x` itself; the same bits on every rank."""
-        if self.size > 1:
+        if self.size > 1 and x.numel():
             dist.all_reduce(x, group=self._group)
         return x
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from kvern_engine.server.errors import ApiError
 
 
-def _digest(value: str) -> bytes:
-    return hashlib.sha256(value.encode("utf-8", "surrogateescape")).digest()
+def _digest(value: bytes) -> bytes:
+    return hashlib.sha256(value).digest()
 
 
 class BearerKeys:
@@ -17,17 +17,18 @@ class BearerKeys:
 
     def __init__(self, keys: Iterable[str]) -> None:
         # Digests have one length, and all of them are compared: time tells neither a key's length nor its place.
-        self._digests = [_digest(k) for k in keys if k]
+        self._digests = [_digest(k.encode("utf-8", "surrogateescape")) for k in keys if k]
 
     @property
     def required(self) -> bool:
         return bool(self._digests)
 
     def accepts(self, authorization: str | None) -> bool:
+        """`authorization` is the header's bytes read as Latin-1, as HTTP has it; keys are compared in UTF-8."""
         if not self._digests:
             return True
         scheme, _, token = (authorization or "").partition(" ")
-        given = _digest(token.strip())
+        given = _digest(token.strip().encode("latin-1", "backslashreplace"))
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return any(matches) and scheme.lower() == "bearer"
 

@@ -8,9 +8,11 @@ ordered decodes first.
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvern_engine.core.plan import StepPlan
+from kvern_engine.layers.attention import Wanted
 from kvern_engine.worker.rng import uniform
 from kvern_engine.worker.staging import Staging
 from kvern_engine.worker.tables import Feature, RowTables
@@ -41,7 +43,7 @@ class SamplingBatch:
 class StepBatch:
     """What a step computes: T tokens of R rows. `rows` [R], `starts` [R], `counts` [R] and `query_start` [R+1] are
     numpy int64 in batch order; `token_ids` [T] int32 and `positions` [T] int64 are on the device. `sampling` is None
-    where no row samples."""
+    where no row samples; `wanted` are the tokens behind which a row samples (None: all tokens)."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -51,6 +53,7 @@ class StepBatch:
     positions: Tensor
     meta: AttentionMetadata
     sampling: SamplingBatch | None
+    wanted: Wanted | None
 
 
 class BatchBuilder:
@@ -91,6 +94,7 @@ class BatchBuilder:
             sample_rows,
             sample_rows * tables.tokens.shape[1] + sample_positions,
             query_start[chosen + 1] - 1,
+            chosen,
         ]
         if union & Feature.RANDOM:
             arrays.append(uniform(tables.host.seed[sample_rows], sample_positions))
@@ -98,10 +102,21 @@ class BatchBuilder:
         if edits is not None:
             tables.set_blocks(uploaded[-2], uploaded[-1])
         token_places, block_places, block_offsets, positions_device, *per_row = uploaded
-        rows_device, seq_lens_device, query_start_device, sample_rows_device, places, hidden_index, *numbers = per_row
+        (
+            rows_device,
+            seq_lens_device,
+            query_start_device,
+            sample_rows_device,
+            places,
+            hidden_index,
+            chosen_device,
+            *numbers,
+        ) = per_row
         token_ids = tables.flat_tokens.index_select(0, token_places)
         slots = block_offsets.add(tables.flat_block_tables.index_select(0, block_places), alpha=tables.block_size)
         meta = self._metadata(rows_device, seq_lens_device, query_start_device, slots, num_decodes, counts, seq_lens)
+        all_wanted = len(chosen) == len(token_rows)
+        wanted = None if all_wanted else Wanted(hidden_index, _only_last(meta, chosen_device, seq_lens[chosen]))
         sampling = None
         if len(chosen):
             sampling = SamplingBatch(
@@ -110,11 +125,11 @@ class BatchBuilder:
                 features=features,
                 union=union,
                 rows_device=sample_rows_device,
-                hidden_index=None if len(chosen) == len(token_rows) else hidden_index,
+                hidden_index=None if all_wanted else hidden_index,
                 places=places,
                 uniform=numbers[0] if union & Feature.RANDOM else None,
             )
-        return StepBatch(rows, starts, counts, query_start, token_ids, positions_device, meta, sampling)
+        return StepBatch(rows, starts, counts, query_start, token_ids, positions_device, meta, sampling, wanted)
 
     def _metadata(
         self,
@@ -127,7 +142,6 @@ class BatchBuilder:
         seq_lens: np.ndarray,
     ) -> AttentionMetadata:
         longest = int(seq_lens.max())
-        on_cpu = self._tables.device.type == "cpu"
         width = (longest + self._tables.block_size - 1) >> self._shift
         return AttentionMetadata(
             query_start=query_start,
@@ -137,9 +151,25 @@ class BatchBuilder:
             num_decodes=num_decodes,
             max_query_len=int(counts.max()),
             max_seq_len=longest,
-            query_lens=counts.tolist() if on_cpu else None,
-            seq_lens_list=seq_lens.tolist() if on_cpu else None,
+            query_lens=counts.tolist(),
+            seq_lens_list=seq_lens.tolist(),
         )
+
+
+def _only_last(meta: AttentionMetadata, chosen: Tensor, seq_lens: np.ndarray) -> AttentionMetadata:
+    """Metadata of the last token alone of the rows `chosen` [S] int64, whose contexts are `seq_lens` [S]."""
+    count = len(seq_lens)
+    return AttentionMetadata(
+        query_start=torch.arange(count + 1, dtype=torch.int32, device=chosen.device),
+        seq_lens=meta.seq_lens.index_select(0, chosen),
+        block_tables=meta.block_tables.index_select(0, chosen),
+        slots=meta.slots[:0],
+        num_decodes=count,
+        max_query_len=1,
+        max_seq_len=int(seq_lens.max(initial=0)),
+        query_lens=[1] * count,
+        seq_lens_list=seq_lens.tolist(),
+    )
 
 
 def _flatten(

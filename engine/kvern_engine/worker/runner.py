@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvern_engine.core.plan import StepPlan
+from kvern_engine.layers.attention import Wanted
 from kvern_engine.models.registry import CausalLM
 from kvern_engine.worker.batch import BatchBuilder, SamplingBatch, StepBatch
 from kvern_engine.worker.graphs import IN_GRAPH, DecodeGraphs, Edits
@@ -63,21 +64,28 @@ class Runner:
         if self.graphs is not None and not return_logits and (replayed := self._replay(plan, edits, clock)):
             return replayed
         batch = self._builder.build(plan, edits)
+        wants_all = return_logits or bool((self.tables.host.features[batch.rows] & int(Feature.PROMPT_LOGPROBS)).any())
+        wanted = None if wants_all else batch.wanted
         pending = Pending(plan.step, clock, [], None)
-        hidden = self._forward(batch, clock)
+        hidden = self._forward(batch, wanted, clock)
         if hidden is None:
             return pending
         if batch.sampling is not None:
-            self._sample(hidden, batch.sampling, pending)
-        self._prompt_logprobs(hidden, batch, pending)
+            if wanted is None and batch.sampling.hidden_index is not None:
+                sampled = hidden.index_select(0, batch.sampling.hidden_index)
+            else:
+                sampled = hidden
+            self._sample_from(self.model.compute_logits(sampled), batch.sampling, pending)
+        if wants_all:
+            self._prompt_logprobs(hidden, batch, pending)
         if return_logits:
             pending.logits = self._all_logits(hidden, batch)
         clock.stop()
         return pending
 
-    def _forward(self, batch: StepBatch, clock: DeviceClock) -> Tensor | None:
-        """Hidden states after the last norm, [T, hidden_size]; None where that is another stage's."""
-        arguments = batch.token_ids, batch.positions, self._kv_caches, batch.meta
+    def _forward(self, batch: StepBatch, wanted: Wanted | None, clock: DeviceClock) -> Tensor | None:
+        """Hidden states after the last norm, of the tokens that are `wanted`; None where that is another stage's."""
+        arguments = batch.token_ids, batch.positions, self._kv_caches, batch.meta, wanted
         if self._link is None:
             return self.model.forward(*arguments)
         residual = self._link.receive(len(batch.positions))
@@ -114,11 +122,6 @@ class Runner:
         """Copies whole blocks within the arena, all layers at once, all reads before all writes."""
         source, target = to_device(np.array(copies, dtype=np.int64), self.arena.device).unbind(1)
         self.arena.index_copy_(3, target, self.arena.index_select(3, source))
-
-    def _sample(self, hidden: Tensor, sampling: SamplingBatch, pending: Pending) -> None:
-        if sampling.hidden_index is not None:
-            hidden = hidden.index_select(0, sampling.hidden_index)
-        self._sample_from(self.model.compute_logits(hidden), sampling, pending)
 
     def _sample_from(self, logits: Tensor, sampling: SamplingBatch, pending: Pending) -> None:
         tokens = self._sampler(logits, sampling)

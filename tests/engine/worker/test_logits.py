@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from worker_harness import GREEDY, LoadedModel, Session
+from worker_harness import GREEDY, LoadedModel, Session, plan
 
 from kvern_engine.core.plan import AddedRow, RowSampling
 
@@ -132,3 +132,37 @@ def test_france(smol: LoadedModel) -> None:
         run.run([(0, len(run.tokens[0]) - 1, 1, True)])
     assert smol.tokenizer.decode(run.tokens[0][len(ids) :]).strip() == "The capital of France is Paris."
     assert run.worst() < TOLERANCE
+
+
+def test_what_nobody_samples_from_is_not_computed_in_the_last_layer(model: LoadedModel) -> None:
+    """The same plans without a look at all logits: only the tokens behind which a row samples go through all layers."""
+    plans = lives(model).plans
+    results = []
+    for everything in (True, False):
+        model.worker.reset()
+        steps = [model.worker.execute(step, return_logits=everything).result() for step in plans]
+        results.append([(step.rows, step.tokens) for step in steps])
+    assert results[0] == results[1]
+
+
+def test_wanted_hidden_states_are_those_of_the_whole_step(tiny: LoadedModel) -> None:
+    run = Session(tiny)
+    runner = tiny.worker.runner
+    assert runner is not None
+    added = [run.add(0, prompt(tiny, 0, 40), [1, 2, 3]), run.add(1, prompt(tiny, 1, 9), [4])]
+    steps = [
+        plan(0, [(0, 0, 20, False), (1, 0, 9, True)], added=added),
+        plan(1, [(1, 9, 1, True), (0, 20, 20, True)]),
+        plan(2, [(0, 40, 1, False)]),
+    ]
+    for step in steps:
+        batch = runner._builder.build(step, runner.tables.apply(step))
+        with torch.inference_mode():
+            every = tiny.worker.model.forward(batch.token_ids, batch.positions, runner._kv_caches, batch.meta)
+            assert batch.wanted is not None or all(step.samples)
+            some = tiny.worker.model.forward(
+                batch.token_ids, batch.positions, runner._kv_caches, batch.meta, batch.wanted
+            )
+        if batch.wanted is not None:
+            assert len(some) == sum(step.samples)
+            torch.testing.assert_close(some, every[batch.wanted.index], atol=1e-5, rtol=1e-5)

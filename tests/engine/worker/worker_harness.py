@@ -150,8 +150,11 @@ class FixedModel:
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits = logits
 
-    def forward(self, token_ids: Any, positions: torch.Tensor, kv_caches: Any, meta: Any) -> torch.Tensor:
-        return positions.unsqueeze(1).float()
+    def forward(
+        self, token_ids: Any, positions: torch.Tensor, kv_caches: Any, meta: Any, wanted: Any = None
+    ) -> torch.Tensor:
+        hidden = positions.unsqueeze(1).float()
+        return hidden if wanted is None else hidden[wanted.index]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.logits.dim() == 1:

@@ -1,0 +1,76 @@
+"""One server a model for all tests of this folder, and short-lived ones for tests that kill or configure theirs."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this file
+
+from e2e_harness import TINY, Serve
+
+SHARED: dict[str, tuple[str, ...]] = {
+    "smol": ("builtin://smollm2-135m", "--max-model-len", "1024", "--kv-cache-memory-bytes", "268435456"),
+    # Small on purpose: a pool of four contexts, so that requests preempt each other.
+    "tiny": (str(TINY), "--device", "cpu", "--max-model-len", "256", "--num-gpu-blocks-override", "60"),
+    # Ten times an H200's speed: this machine, not the simulated one, sets the pace.
+    "sim": (str(TINY), "--device", "sim", "--sim-speed", "10", "--api-server-count", "2", "--data-parallel-size", "2"),
+}
+
+
+@pytest.fixture(scope="session")
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve]]:
+    """The shared servers that the chosen tests need, started side by side."""
+    needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    servers = {
+        name: Serve(*arguments, tmp=tmp_path_factory.mktemp(name))
+        for name, arguments in SHARED.items()
+        if name in needed
+    }
+    yield servers
+    for server in servers.values():
+        server.stop()
+    for server in servers.values():
+        assert "Traceback" not in server.text(), server.text()
+
+
+def _at_rest(fleet: dict[str, Serve], name: str) -> Iterator[Serve]:
+    """Every test finds its server at rest and leaves it so."""
+    fleet[name].assert_at_rest()
+    yield fleet[name]
+    fleet[name].assert_at_rest()
+    assert fleet[name].process.poll() is None
+
+
+@pytest.fixture
+def smol(fleet: dict[str, Serve]) -> Iterator[Serve]:
+    yield from _at_rest(fleet, "smol")
+
+
+@pytest.fixture
+def tiny(fleet: dict[str, Serve]) -> Iterator[Serve]:
+    yield from _at_rest(fleet, "tiny")
+
+
+@pytest.fixture
+def sim(fleet: dict[str, Serve]) -> Iterator[Serve]:
+    yield from _at_rest(fleet, "sim")
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
+    """Start a server of one's own on the simulated device; nothing of it may be left at the end."""
+    started: list[Serve] = []
+
+    def start(*flags: str, **options: Any) -> Serve:
+        server = Serve(str(TINY), "--device", "sim", *flags, tmp=tmp_path, **options)
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.stop()
+        assert "Traceback" not in server.text(), server.text()
+    assert not list(tmp_path.glob("kvern-*")), "the socket folder is left over"

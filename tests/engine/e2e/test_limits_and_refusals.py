@@ -1,0 +1,219 @@
+"""What the server refuses, with which status, words and headers; keys, ids, drains and flags, on real processes."""
+
+import signal
+import subprocess
+import time
+from typing import Any
+
+import httpx
+import pytest
+from e2e_harness import KVERN, TINY, Connection, Serve, ask_all, parse, request_bytes, wait_for
+
+LONG = {"prompt": [9] * 20, "max_tokens": 8000, "ignore_eos": True, "stream": True}
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+def test_a_full_server_says_429_and_when_to_come_back(serve: Any) -> None:
+    server = serve("--max-waiting-requests", "4", "--sim-speed", "0.05", "--api-server-count", "2")
+    held = [Connection(server, "/v1/completions", {**LONG, "n": 1 + i % 2}) for i in range(4)]
+    for connection in held:
+        connection.read_until(b"data:")
+    for body in ({"prompt": [5]}, {"prompt": [5], "stream": True}):
+        for _ in range(4):  # whichever of the two API servers answers
+            refused = server.post("/v1/completions", **body)
+            error = error_of(refused, 429)
+            assert refused.headers["retry-after"] == "1"
+            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+            assert "4 requests in flight" in error["message"] and "max_waiting_requests" in error["message"]
+    assert server.metrics().total("vllm:admission_rejections_total", reason="queue_full") == 8
+    held[0].close()
+    wait_for(lambda: server.metrics().total("kvern:requests_in_flight") == 3)
+    assert server.complete([5], max_tokens=1).status_code == 200
+    for connection in held:
+        connection.close()
+    server.assert_at_rest(1.0)
+
+
+def test_what_cannot_fit_is_refused_before_anything_runs(tiny: Serve) -> None:
+    """A context of 256; the answer names the numbers, as OpenAI's does."""
+    for body, words in (
+        ({"prompt": [9] * 256}, "resulted in 256 tokens"),
+        ({"prompt": [9] * 255, "max_tokens": 2}, "requested 257 tokens"),
+        ({"prompt": [[9], [9] * 300]}, "resulted in 300 tokens"),
+        ({"prompt": "beginning " * 60_000}, "resulted in at least"),
+        ({"prompt": [9], "max_tokens": 2_000_000_000, "stream": True}, "at most 255 tokens of completion fit"),
+    ):
+        error = error_of(tiny.post("/v1/completions", **body), 400)
+        assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"
+        assert "maximum context length is 256 tokens" in error["message"] and words in error["message"]
+    chat = error_of(tiny.post("/v1/chat/completions", messages=[{"role": "user", "content": "word " * 400}]), 400)
+    assert (chat["code"], chat["param"]) == ("context_length_exceeded", "messages")
+    full = tiny.complete([9] * 255, max_tokens=1)
+    assert full.status_code == 200 and full.json()["usage"]["total_tokens"] == 256
+
+
+def test_a_pool_smaller_than_the_context_is_the_limit(serve: Any) -> None:
+    """Ten blocks hold 160 tokens: the whole pool can be used, and not a token more is promised."""
+    server = serve("--num-gpu-blocks-override", "10", "--sim-speed", "10", "--api-key", "first-key", "ключ", env=KEYS)
+    keys(server)
+    server.key = "first-key"
+    error = error_of(server.complete([9] * 100, max_tokens=61), 400)
+    assert error["code"] == "context_length_exceeded" and "160 tokens" in error["message"]
+    bodies = [{"prompt": [9 + i] * 100, "max_tokens": 60, "ignore_eos": True} for i in range(6)]
+    for answer in ask_all(server, bodies):
+        assert answer.json["usage"]["total_tokens"] == 160
+    crowd = ask_all(server, [{"prompt": [9] * 100, "max_tokens": 60, "ignore_eos": True, "n": 5}])[0]
+    assert crowd.json["usage"]["completion_tokens"] == 300
+    server.assert_at_rest()
+    server.stop()
+    for key in ("first-key", "from-the-environment", "second-key", "ключ", "wrong-key"):
+        assert key not in server.text(), "a key is in the log"
+
+
+KEYS = {"KVERN_API_KEYS": "from-the-environment,second-key"}
+
+
+def keys(server: Serve) -> None:
+    """Any of the keys opens everything; without one only probes and scrapes are."""
+    wrong = (
+        {},
+        {"Authorization": "Bearer wrong-key"},
+        {"Authorization": "Basic first-key"},
+        {"X-API-Key": "first-key"},
+    )
+    for headers in wrong:
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("POST", "/tokenize")):
+            refused = httpx.request(method, server.url + path, headers=headers, json={"prompt": "x"})
+            error = error_of(refused, 401)
+            assert error["code"] == "invalid_api_key" and refused.headers["www-authenticate"] == "Bearer"
+    for key in ("first-key", "second-key", "from-the-environment", "ключ"):
+        headers = {"Authorization": f"Bearer {key}".encode()}
+        answer = httpx.post(f"{server.url}/v1/completions", headers=headers, json={"prompt": "x", "max_tokens": 1})
+        assert answer.status_code == 200, key
+    for open_path in ("/health", "/ready", "/metrics", "/version", "/ping"):
+        assert server.get(open_path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/chat/completions", "response_format", {"type": "json_object"}),
+        ("/v1/chat/completions", "response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+        ("/v1/completions", "response_format", {"type": "json_object"}),
+        ("/v1/chat/completions", "tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("/v1/chat/completions", "tool_choice", "auto"),
+        ("/v1/chat/completions", "functions", [{"name": "f"}]),
+        ("/v1/chat/completions", "structured_outputs", {"json": {}}),
+        ("/v1/completions", "suffix", "the end"),
+        ("/v1/completions", "guided_regex", "a*"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_comes_later_is_refused(tiny: Serve, path: str, field: str, value: Any, stream: bool) -> None:
+    given = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    error = error_of(tiny.post(path, **given, **{field: value}, stream=stream), 400)
+    assert "not served yet" in error["message"]
+    assert (error["param"], error["code"], error["type"]) == (field, "unsupported", "invalid_request_error")
+
+
+def test_later_endpoints(tiny: Serve) -> None:
+    for path in ("/v1/responses", "/v1/embeddings", "/v1/messages"):
+        assert "not served yet" in error_of(tiny.post(path, model="x", input="x"), 400)["message"]
+    assert "There is no /v1/nothing" in error_of(tiny.get("/v1/nothing"), 404)["message"]
+    wrong = tiny.get("/v1/completions")
+    assert error_of(wrong, 405)["code"] == "method_not_allowed" and wrong.headers["allow"] == "POST"
+
+
+def test_request_ids(tiny: Serve) -> None:
+    given = httpx.get(f"{tiny.url}/v1/models", headers={"X-Request-Id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    for bad in ("a b", "x" * 129, ""):
+        made = httpx.get(f"{tiny.url}/v1/models", headers={"X-Request-Id": bad}).headers["x-request-id"]
+        assert len(made) == 32 and made != bad
+    # The same id twice at once: ids of the engine are the server's own.
+    head = "X-Request-Id: same", "Connection: close"
+    body = {"prompt": "And God said", "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    connections = [Connection(tiny, "/v1/completions", {**body, "stream": True}) for _ in range(2)]
+    for connection in connections:
+        connection.socket.sendall(request_bytes("/v1/completions", body, *head))
+    answers = [connection.rest() for connection in connections]
+    assert all(raw.count(b'"completion_tokens":20') == 1 and b"x-request-id: same" in raw for raw in answers)
+
+
+def test_sigterm_drains_streams_and_refuses_the_rest(serve: Any) -> None:
+    server = serve("--sim-speed", "0.5", "--api-server-count", "2")
+    body = {**LONG, "max_tokens": 250, "stream_options": {"include_usage": True}}
+    streams = [Connection(server, "/v1/completions", body) for _ in range(6)]
+    answers = [Connection(server, "/v1/completions", {**body, "stream": False, "stream_options": None})]
+    for stream in streams:
+        stream.read_until(b"data:")
+    idle = Connection(server, "/v1/completions", {"prompt": [5], "max_tokens": 1})
+    idle.read_until(b"}")
+    server.signal(signal.SIGTERM)
+    wait_for(lambda: "draining" in server.text())
+    wait_for(lambda: not _answers(server))
+    for stream in streams:
+        stream.read_until(b"[DONE]")
+        assert b'"completion_tokens":250' in stream.received
+    answers[0].read_until(b'"completion_tokens":250')
+    assert server.wait() == 0
+
+
+def _answers(server: Serve) -> bool:
+    try:
+        response = server.complete([5], max_tokens=1)
+    except httpx.TransportError:
+        return False
+    if response.status_code == 503:
+        assert response.json()["error"]["code"] == "draining"
+        assert int(response.headers["retry-after"]) >= 1 and response.headers["connection"] == "close"
+        return False
+    return True
+
+
+def test_a_drain_that_takes_too_long_ends_streams_with_an_error(serve: Any) -> None:
+    server = serve("--sim-speed", "0.05", "--drain-timeout-seconds", "1.5")
+    stream = Connection(server, "/v1/completions", LONG)
+    answer = Connection(server, "/v1/completions", {**LONG, "stream": False})
+    stream.read_until(b"data:")
+    began = time.monotonic()
+    server.signal(signal.SIGTERM)
+    cut = parse(stream.rest())
+    assert cut.done and cut.error is not None and cut.error["code"] == "shutting_down"
+    assert parse(answer.rest()).status == 503
+    assert server.wait() == 0
+    assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--swap-space", "4"], "--swap-space was removed: a preempted request is recomputed"),
+        (["--max-model-length", "4"], "did you mean --max-model-len?"),
+        (["--max-model-len", "0"], "--max-model-len"),
+        (["--block-size", "24"], "--block-size must be a power of two, got 24"),
+        (["--kv-cache-dtype", "fp4"], "'fp4'"),
+        (["--gpu-memory-utilization", "1.5"], "1.5"),
+        (["--quantization", "awq"], "awq is not offered yet"),
+        (["--trust-remote-code"], "Kvern never runs code that a model brings"),
+        (["--admin-port", "0"], "--admin-port needs --admin-token-file"),
+        (["--enable-lora"], "LoRA adapters are not offered yet"),
+    ],
+)
+def test_flags_that_cannot_be(flags: list[str], words: str) -> None:
+    ended = subprocess.run([KVERN, "serve", str(TINY), *flags], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("kvern serve: error: ") and words in line
+
+
+def test_a_model_that_is_not_there() -> None:
+    for model, words in (("/no/such/folder", "/no/such/folder"), ("builtin://nothing", "'nothing'; there are")):
+        ended = subprocess.run([KVERN, "serve", model], capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 1 and words in ended.stderr and "Traceback" not in ended.stderr

@@ -1,0 +1,83 @@
+"""Many requests at once: no token is lost or doubled, and what runs beside a request does not change its answer."""
+
+import random
+from typing import Any
+
+import pytest
+from e2e_harness import Answer, Serve, ask_all
+
+STREAMS, TOKENS = 200, 160
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def check_stream(answer: Answer, tokens: int, text: str) -> None:
+    assert answer.status == 200 and answer.done and answer.error is None, answer
+    assert answer.finish_reason() == "length"
+    assert answer.usage["completion_tokens"] == tokens
+    assert answer.text() == text
+
+
+def test_200_streams_lose_no_token(sim: Serve) -> None:
+    """Two API servers, two engines. Tokens of the simulated device depend on seed and position alone, so that 20
+    streams read one after the other say what each of the 200 must hold. Their prompts and lengths differ."""
+    body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    rng = random.Random(1)
+
+    def request(i: int) -> dict[str, Any]:
+        prompt = [rng.randrange(5, 1000) for _ in range(40)]
+        return {**body, "prompt": prompt, "seed": i % 20, "max_tokens": TOKENS - 3 * (i % 20)}
+
+    before = sim.metrics()
+    alone = [ask_all(sim, [request(i)])[0] for i in range(20)]
+    for i, answer in enumerate(alone):
+        check_stream(answer, TOKENS - 3 * i, answer.text())
+    assert len({answer.text()[:20] for answer in alone}) == 20
+    answers = ask_all(sim, [request(i) for i in range(STREAMS)])
+    for i, answer in enumerate(answers):
+        check_stream(answer, TOKENS - 3 * (i % 20), alone[i % 20].text())
+    after = sim.metrics()
+    generated = sum(answer.usage["completion_tokens"] for answer in (*alone, *answers))
+    assert after.grown(before, "vllm:generation_tokens_total") == generated
+    assert after.grown(before, "vllm:request_success_total", finished_reason="length") == STREAMS + 20
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    verse = "And God said unto Moses the LORD thy of Israel shall come to pass in land king house man day"
+    words = verse.split()
+    rng = random.Random(7)
+    shared = " ".join(rng.choice(words) for _ in range(30))
+    heads = [shared, shared[:60], ""]
+    return [f"{heads[i % 3]} {' '.join(rng.choice(words) for _ in range(5 + 2 * i))}" for i in range(24)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_preemption_and_shared_prefixes_change_no_answer(tiny: Serve, prompts: list[str], n: int) -> None:
+    """A pool of 60 blocks for requests that want more than 200 at once; greedy answers are those of an idle server."""
+    bodies = [{**GREEDY, "prompt": prompt, "max_tokens": 100, "n": n, "logprobs": 0} for prompt in prompts[:: 3 - n]]
+    before = tiny.metrics()
+    together = [answer.json for answer in ask_all(tiny, bodies)]
+    crowded = tiny.metrics()
+    assert crowded.grown(before, "vllm:num_preemptions_total") > 0, "the pool was large enough: nothing is tested"
+    assert crowded.grown(before, "vllm:prefix_cache_hits_total") > 0
+    tiny.assert_at_rest()
+    for body, crowd in zip(bodies, together, strict=True):
+        (alone,) = ask_all(tiny, [{**body, "n": 1}])
+        (expected,) = alone.json["choices"]
+        for choice in crowd["choices"]:
+            assert choice["text"] == expected["text"], body["prompt"]
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(
+                expected["logprobs"]["token_logprobs"], abs=1e-3
+            )
+
+
+def test_seeded_samples_survive_preemption(tiny: Serve, prompts: list[str]) -> None:
+    bodies = [
+        {"prompt": p, "max_tokens": 90, "ignore_eos": True, "temperature": 0.7, "seed": i, "frequency_penalty": 0.5}
+        for i, p in enumerate(prompts[:16])
+    ]
+    before = tiny.metrics()
+    together = [answer.json["choices"][0]["text"] for answer in ask_all(tiny, bodies)]
+    assert tiny.metrics().grown(before, "vllm:num_preemptions_total") > 0
+    alone = [ask_all(tiny, [body])[0].json["choices"][0]["text"] for body in bodies]
+    assert together == alone
