@@ -172,13 +172,13 @@ def requests(vocab_size: int, long: list[int]) -> list[AddRequest]:
 
     short = long[5:12]
     return [
-        of("greedy", long, temperature=0.0, max_tokens=24, logprobs=3),
-        of("prefix", [*long[:48], *short], temperature=0.0, max_tokens=20, prompt_logprobs=2, logprobs=0),
-        of("forks", short, n=3, seed=7, temperature=1.1, top_p=0.9, max_tokens=20),
-        of("cut", short[::-1], seed=11, temperature=0.8, top_k=12, min_p=0.02, max_tokens=30, logprobs=2),
-        of("shaped", short * 2, seed=3, temperature=0.7, presence_penalty=0.4, repetition_penalty=1.2, max_tokens=16,
+        of("greedy", long, temperature=0.0, max_tokens=12, logprobs=3),
+        of("prefix", [*long[:48], *short], temperature=0.0, max_tokens=10, prompt_logprobs=2, logprobs=0),
+        of("forks", short, n=3, seed=7, temperature=1.1, top_p=0.9, max_tokens=28),
+        of("cut", short[::-1], seed=11, temperature=0.8, top_k=12, min_p=0.02, max_tokens=24, logprobs=2),
+        of("shaped", short * 2, seed=3, temperature=0.7, presence_penalty=0.4, repetition_penalty=1.2, max_tokens=12,
            logit_bias={vocab_size - 1: 2.0, 3: -4.0}, min_tokens=4, stop_token_ids=(5,)),
-        of("again", [*long[:48], *short[:3]], seed=5, temperature=1.0, max_tokens=18),
+        of("again", [*long[:48], *short[:3]], seed=5, temperature=1.0, max_tokens=8),
     ]  # fmt: skip
 
 
