@@ -14,6 +14,7 @@ from typing import NoReturn
 import zmq
 
 from kvern_engine.assemble import build_core
+from kvern_engine.capacity import feasible_layouts, model_shape
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.loop import EngineCore, OutputsByClient, WorkerDiedError
 from kvern_engine.core.plan import WorkerProgress, WorkerReady
@@ -22,6 +23,7 @@ from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import resolve_model
 from kvern_engine.parallel.layout import Layout
 from kvern_engine.transport import SUPERVISOR_IN, bind, connect, core_in, decode_to_core, drain, encode, server_in
+from kvern_engine.worker import memory
 from kvern_engine.worker_client import GroupWorkerClient, InprocWorkerClient, Peer, group_client
 
 log = logging.getLogger(__name__)
@@ -77,9 +79,9 @@ class CoreProcess:
         ready = worker.wait_ready(self._progress)
         self._core = build_core(self._config, self._engine, worker, ready, model_config.eos_token_ids)
         worker.watch(self._poller)
-        message = CoreReady(
-            self._engine, ready.num_blocks, ready.block_size, ready.max_model_len, self._info(ready, began)
-        )
+        feasible = feasible_layouts(model_shape(self._config), self._config, ready, self._host_kv(ready))
+        info = self._info(ready, began)
+        message = CoreReady(self._engine, ready.num_blocks, ready.block_size, ready.max_model_len, info, feasible)
         for sock in (*self._servers, self._supervisor):
             sock.send(encode(message))
 
@@ -90,6 +92,13 @@ class CoreProcess:
 
         rank = Layout.of(self._config).answering_rank(self._engine)
         return InprocWorkerClient(create_worker(self._config, rank), rank)
+
+    def _host_kv(self, ready: WorkerReady) -> int | None:
+        """Bytes that a rank may take for its KV cache where it computes on this machine's CPU."""
+        if not ready.device.startswith("cpu"):
+            return None
+        ranks = Layout.of(self._config).world // self._config.nnodes
+        return memory.available_on_cpu(memory.available_host_memory(), ranks, memory.CPU_MOST)
 
     def _progress(self, phase: str, fraction: float) -> None:
         self._supervisor.send(encode(WorkerProgress(self._engine, phase, fraction)))
@@ -161,10 +170,17 @@ class CoreProcess:
         return self._report_at
 
     def give_up(self, reason: str) -> int:
-        """End every request with `reason` and tell the supervisor; returns the exit status."""
-        self._supervisor.send(encode(EngineDead(self._engine, reason, last=False)))
+        """Tell API servers and supervisor why no more comes from here; returns the exit status.
+
+        What was computed goes out first; the API servers end what is left of this engine's requests.
+        """
+        dead = encode(EngineDead(self._engine, reason, last=False))
+        self._supervisor.send(dead)
         if self._core is not None:
-            self._send(self._core.fail_all(reason))
+            undelivered = self._core.fail_all(reason)
+            self._send({c: [o for o in outputs if o.finish_reason != "error"] for c, outputs in undelivered.items()})
+            for sock in self._servers:
+                sock.send(dead)
         for sock in (self._inbox, *self._servers, self._supervisor):
             sock.close()
         return EXIT_SAID_WHY

@@ -1,8 +1,10 @@
-"""How many accelerators this pod has, without loading torch: from CUDA_VISIBLE_DEVICES or the device files.
+"""What this pod has for its ranks, without loading torch: accelerators (from CUDA_VISIBLE_DEVICES or the device files)
+and shared memory.
 
-Each rank of the pod takes one of them in order (`start_worker.py`); more ranks than devices are refused.
+Each rank takes one accelerator in order (`start_worker.py`); more ranks than accelerators are refused.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +23,27 @@ def devices_visible(environ: Mapping[str, str], device_files: Path = Path("/dev"
             break
         names.append(name)
     return min(len(names), present) if present else 0
+
+
+def shared_memory_note(config: EngineConfig, devices: int, free: int | None) -> str | None:
+    """What to tell where NCCL may run out of shared memory: `free` bytes of /dev/shm (None: not known)."""
+    several = config.tensor_parallel_size * config.pipeline_parallel_size > 1
+    wanted = 64 << 20
+    if config.device not in ("cuda", "auto") or devices == 0 or not several or free is None or free >= wanted:
+        return None
+    return (
+        f"/dev/shm has {free >> 20} MiB free; NCCL between the ranks of an engine may need more than that: give the "
+        "pod an emptyDir of medium Memory there (docker: --shm-size)"
+    )
+
+
+def free_shared_memory() -> int | None:
+    """Bytes free in /dev/shm; None where there is none."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
 
 
 def check_devices(config: EngineConfig, devices: int) -> None:

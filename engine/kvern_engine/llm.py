@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from kvern_engine.assemble import build_core
+from kvern_engine.capacity import model_shape
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.loop import WorkerDiedError
 from kvern_engine.flags import explain
@@ -85,8 +86,7 @@ class LLM:
                 f"data_parallel_size={config.data_parallel_size} is for `kvern serve`: offline, start one LLM an engine"
             )
         if Layout.of(config).engine_size > 1:
-            if config.device != "sim":
-                check_layout(self.model_config, Layout.of(config))
+            check_layout(model_shape(config), Layout.of(config))
             self._processes = OfflineWorkers(config)
             return self._processes.client
         from kvern_engine.worker import create_worker

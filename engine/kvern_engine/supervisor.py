@@ -24,14 +24,14 @@ from pathlib import Path
 import zmq
 
 from kvern_engine import children, logs
+from kvern_engine.capacity import model_shape
 from kvern_engine.child import ChildSpec
 from kvern_engine.children import Child, Ending, how_it_ended
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import WorkerProgress
-from kvern_engine.devices import check_devices, devices_visible
+from kvern_engine.devices import check_devices, devices_visible, free_shared_memory, shared_memory_note
 from kvern_engine.ipc import CoreReady, EngineDead
 from kvern_engine.listen import ListenError, listen_tcp, listen_unix, url_of
-from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import ModelNotFoundError, resolve_model
 from kvern_engine.nodes import BEAT_SECONDS, EndEngine, Leader, node_of, ranks_of_node
 from kvern_engine.parallel.layout import Layout, check_layout
@@ -84,9 +84,11 @@ def serve(config: EngineConfig) -> int:
     """Run the engine until it is told to stop. Raises StartError with a text for the user."""
     try:
         files = resolve_model(config.model, config.revision)  # before anything starts: is it there at all?
-        check_devices(config, devices_visible(os.environ))
-        if config.device != "sim":  # the simulated device has a model of its own
-            check_layout(read_model_config(files), Layout.of(config))
+        devices = devices_visible(os.environ)
+        check_devices(config, devices)
+        if note := shared_memory_note(config, devices, free_shared_memory()):
+            log.warning("%s", note)
+        check_layout(model_shape(config), Layout.of(config))
         if config.node_rank > 0:
             from kvern_engine.follower import JoinError, follow
 

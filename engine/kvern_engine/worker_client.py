@@ -27,7 +27,7 @@ from kvern_engine.transport import connect, decode_from_worker, encode, worker_i
 Progress = Callable[[str, float], None]
 
 HEARTBEAT_SECONDS = 0.5
-SILENCE_SECONDS = 3.0  # without an answer to heartbeats a rank counts as hung: its engine must end within 5 s
+SILENCE_SECONDS = 2.5  # without an answer to heartbeats a rank counts as hung: its engine must end within 5 s
 _SLICE_MS = 100  # how often the ranks are looked after while a result is awaited
 _VERDICT_SECONDS = 0.3  # a rank that fails may only have lost another one: so long the culprit has time to show
 _SECOND_HAND = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "distributed")
@@ -71,6 +71,15 @@ def disagreement(step: int, results: dict[int, StepResult]) -> str | None:
                     f"ranks disagree at step {step}: row {row} got {ours} at rank {first} and {theirs} at rank {rank}"
                 )
     return None
+
+
+class WorkerMissingError(WorkerDiedError):
+    """Workers of an engine did not come to life in time."""
+
+    def __init__(self, missing: Sequence[int], of: int, seconds: float) -> None:
+        named = f"worker{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        super().__init__(missing[0], f"{named} of {of} did not join: nothing was heard for {seconds:.0f} s")
+        self.args = (self.reason,)
 
 
 class _Link:
@@ -269,10 +278,7 @@ class GroupWorkerClient:
     def _check_joined(self, waited: float) -> None:
         missing = [link.rank for link in self._links if not link.heard]
         if missing and waited > self._join_seconds:
-            named = f"worker{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            raise WorkerDiedError(
-                missing[0], f"{named} of {len(self._links)} did not join: nothing was heard for {waited:.0f} s"
-            )
+            raise WorkerMissingError(missing, len(self._links), waited)
 
     # ------------------------------------------------------------ steps
 

@@ -101,9 +101,10 @@ class SimProfile:
         heads = even_slice(self.kv_heads, layout.tensor, 0).size
         return -(-self.kv_bytes_per_token * layers * heads // (self.layers * self.kv_heads))
 
-    def check_layout(self, layout: Layout) -> None:
-        """Raises ValueError where the profile's model cannot be split in this way."""
-        shape = ModelConfig(
+    @property
+    def shape(self) -> ModelConfig:
+        """The profile's model as far as splitting it goes."""
+        return ModelConfig(
             architecture=self.name,
             vocab_size=self.vocab_size,
             hidden_size=0,
@@ -114,7 +115,10 @@ class SimProfile:
             head_dim=0,
             max_position_embeddings=self.max_model_len,
         )
-        check_layout(shape, layout)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raises ValueError where the profile's model cannot be split in this way."""
+        check_layout(self.shape, layout)
 
 
 def load_profile(name: str) -> SimProfile:

@@ -68,7 +68,7 @@ def test_real_model(start, tiny_path: str) -> None:  # type: ignore[no-untyped-d
     results = [child.client.collect(30.0), child.client.collect(30.0)]
     assert [(r.step, r.rows, len(r.tokens[0])) for r in results if r] == [(0, [0], 1), (1, [0], 1)]
     # A new core: everything is forgotten, the worker says hello again and takes plans from the beginning.
-    child.client._plans.send(encode(Reset(1)))
+    child.client._send(encode(Reset(1)))
     assert child.client.wait_ready() == ready
     child.client.submit(plan(0, [(0, 0, 3, True)], added=[first()]))
     again = child.client.collect(30.0)
