@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvern_engine.config import EngineConfig
+from kvern_engine.parallel.layout import Layout
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BF16_CAPABILITY = (8, 0)  # NVIDIA compute capability from which bfloat16 is computed in hardware
@@ -101,7 +102,7 @@ def check_supported(config: EngineConfig) -> None:
 
 def cpu_threads(explicit: str | None, openmp: str | None, cores: int, ranks: int) -> int:
     """Threads of one worker on a CPU: KVERN_CPU_THREADS (`explicit`), else OMP_NUM_THREADS (`openmp`), else the `cores`
-    this process may use, divided between the `ranks` of all engines. Raises ValueError for a bad number."""
+    this process may use, divided between the `ranks` on this machine. Raises ValueError for a bad number."""
     for name, value in (("KVERN_CPU_THREADS", explicit), ("OMP_NUM_THREADS", openmp)):
         if value:
             if not value.isdecimal() or int(value) < 1:
@@ -110,11 +111,21 @@ def cpu_threads(explicit: str | None, openmp: str | None, cores: int, ranks: int
     return max(1, cores // ranks)
 
 
-def local_rank(explicit: str | None, rank: int) -> int:
-    """Which device of this machine is the rank's: KVERN_LOCAL_RANK (`explicit`) where a pod holds some ranks of a
-    larger layout, else that of its number. Raises ValueError for a bad number."""
-    if not explicit:
-        return rank
-    if not explicit.isdecimal():
-        raise ValueError(f"KVERN_LOCAL_RANK must be a whole number, got {explicit!r}")
-    return int(explicit)
+@dataclass(frozen=True)
+class Place:
+    """A rank among the `world` ranks of its pod: device number `rank` is its own."""
+
+    rank: int
+    world: int
+
+
+def place_in_pod(rank: str | None, world: str | None, layout: Layout, global_rank: int) -> Place:
+    """From KVERN_LOCAL_RANK and KVERN_LOCAL_WORLD (`rank`, `world`), which whoever starts a part of a layout sets; else
+    the pod holds all of the layout. Raises ValueError for a bad number."""
+    for name, value in (("KVERN_LOCAL_RANK", rank), ("KVERN_LOCAL_WORLD", world)):
+        if value and not value.isdecimal():
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
+    place = Place(int(rank or global_rank), int(world or layout.world))
+    if place.rank >= place.world:
+        raise ValueError(f"KVERN_LOCAL_RANK must be below KVERN_LOCAL_WORLD ({place.world}), got {place.rank}")
+    return place

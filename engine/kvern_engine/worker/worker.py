@@ -58,7 +58,9 @@ class Worker:
         if parallel is None and self.layout.engine_size == 1:
             parallel = ParallelContext.single(rank, self.layout)
         self.parallel, self._rendezvous = parallel, rendezvous
-        self.device = _device(config.device, limits.local_rank(os.environ.get("KVERN_LOCAL_RANK"), rank))
+        environ = os.environ.get
+        self._place = limits.place_in_pod(environ("KVERN_LOCAL_RANK"), environ("KVERN_LOCAL_WORLD"), self.layout, rank)
+        self.device = _device(config.device, self._place.rank)
         self.is_asynchronous = self.device.type == "cuda"  # execute returns before the step is over
         self.runner: Runner | None = None
         self._link: StageLink | None = None
@@ -172,7 +174,7 @@ class Worker:
             os.environ.get("KVERN_CPU_THREADS"),
             os.environ.get("OMP_NUM_THREADS"),
             len(os.sched_getaffinity(0)),
-            self.layout.world,
+            self._place.world,
         )
         torch.set_num_threads(threads)
 
@@ -298,7 +300,7 @@ class Worker:
             return memory.available_on_gpu(total, used, self.config.gpu_memory_utilization)
         longest = memory.blocks_for(self.max_model_len, self.config.block_size) * per_block
         return memory.available_on_cpu(
-            memory.available_host_memory(), self.layout.world, self.step_limits.max_num_seqs * longest
+            memory.available_host_memory(), self._place.world, self.step_limits.max_num_seqs * longest
         )
 
 

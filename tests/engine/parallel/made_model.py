@@ -5,11 +5,12 @@ Random weights from a fixed seed, large enough that the most likely token is cle
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 515,
@@ -32,12 +33,12 @@ CONFIG = {
 }
 
 
-def make_model(folder: Path) -> str:
-    """Writes config.json and model.safetensors; returns the folder."""
+def make_model(folder: Path, width: int = 1) -> str:
+    """Writes config.json and model.safetensors; returns the folder. `width` multiplies hidden and intermediate size."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    hidden, inner, vocab, head_dim = width * CONFIG["hidden_size"], width * CONFIG["intermediate_size"], 515, 16
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": hidden, "intermediate_size": inner}))
     generator = torch.Generator().manual_seed(4)
-    hidden, inner, vocab, head_dim = 64, 90, 515, 16
     q, kv = 8 * head_dim, 4 * head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),

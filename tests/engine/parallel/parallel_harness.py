@@ -63,7 +63,7 @@ def _run(config: EngineConfig, rank: int, rendezvous: str, plans: list[StepPlan]
             "knows": worker.knows_tokens,
             "results": results,
             "logits": [_as_numpy(each.logits) for each in pending] if logits_too else None,
-            "tokens": worker.tables.tokens.numpy().copy(),
+            "tokens": worker.tables.tokens.cpu().numpy(),
             "parts": {name: held.part for name, held in worker.model.destinations().items()},
             "arena": tuple(worker.runner.arena.shape),  # type: ignore[union-attr]
             "read": read,
@@ -74,7 +74,7 @@ def _run(config: EngineConfig, rank: int, rendezvous: str, plans: list[StepPlan]
 
 
 def _as_numpy(logits: dict[int, torch.Tensor] | None) -> dict[int, Any]:
-    return {row: each.numpy() for row, each in (logits or {}).items()}
+    return {row: each.cpu().numpy() for row, each in (logits or {}).items()}
 
 
 # ------------------------------------------------------------ in the test's process
@@ -83,9 +83,10 @@ def _as_numpy(logits: dict[int, torch.Tensor] | None) -> dict[int, Any]:
 class Ranks:
     """Up to `count` rank processes. `run` gives them a layout, a model and plans, and returns what each one has."""
 
-    def __init__(self, count: int, folder: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["kvern_engine.worker.worker", "safetensors"])
+    def __init__(self, count: int, folder: Path, method: str = "forkserver") -> None:
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":  # torch is loaded once, not once a rank
+            context.set_forkserver_preload(["kvern_engine.worker.worker", "safetensors"])
         self._folder, self._jobs = folder, 0
         self._pipes, self._processes = [], []
         for _ in range(count):
@@ -97,19 +98,26 @@ class Ranks:
             self._processes.append(process)
 
     def run(
-        self, config: EngineConfig, plans: list[StepPlan], *, want_logits: bool = True, only: list[int] | None = None
+        self,
+        config: EngineConfig,
+        plans: list[StepPlan],
+        *,
+        want_logits: bool = True,
+        by_rank: dict[int, dict[str, Any]] | None = None,
     ) -> list[dict[str, Any]]:
-        """`only`: these ranks alone are started."""
+        """The plans on all ranks of every engine of the layout. `by_rank`: what is different in a rank's config."""
         self._jobs += 1
-        rendezvous = f"file://{self._folder}/rendezvous-{self._jobs}"
-        ranks = Layout.of(config).ranks_of(0) if only is None else only
+        layout = Layout.of(config)
+        ranks = list(range(layout.world))
         for rank in ranks:
-            self._pipes[rank].send((config, rank, rendezvous, plans, want_logits))
+            rendezvous = f"file://{self._folder}/rendezvous-{self._jobs}-{layout.coordinates(rank)[0]}"
+            own = config.model_copy(update=(by_rank or {}).get(rank, {}))
+            self._pipes[rank].send((own, rank, rendezvous, plans, want_logits))
         deadline = time.monotonic() + ANSWER_SECONDS
         answers = []
         for rank in ranks:
             if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"rank {rank} of {Layout.of(config)} does not answer")
+                raise TimeoutError(f"rank {rank} of {layout} does not answer")
             answers.append(self._pipes[rank].recv())
         return answers
 

@@ -23,7 +23,7 @@ def config(model: str, layout: Layout = Layout(), **fields: Any) -> EngineConfig
         max_num_seqs=8,
         max_num_batched_tokens=40,
         block_size=4,
-        num_gpu_blocks_override=32,
+        num_gpu_blocks_override=30,
         max_model_len=128,
         tensor_parallel_size=layout.tensor,
         pipeline_parallel_size=layout.pipeline,
@@ -43,7 +43,9 @@ def scenario(request: pytest.FixtureRequest) -> Scenario:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_plans_give_the_same_everywhere(scenario: Scenario, ranks: Ranks, layout: Layout) -> None:
-    answers = ranks.run(config(scenario.config.model, layout), scenario.plans)
+    # Half of them where four ranks wait for each other at every sum: the other model goes through all.
+    steps = len(scenario.plans) // (2 if layout.tensor == 4 and "tiny" not in scenario.config.model else 1)
+    answers = ranks.run(config(scenario.config.model, layout), scenario.plans[:steps])
     assert not [answer["trace"] for answer in answers if "error" in answer]
     assert [rank for rank, answer in enumerate(answers) if answer["answers"]] == [layout.answering_rank(0)]
     assert [answer["knows"] for answer in answers] == [
@@ -52,8 +54,8 @@ def test_plans_give_the_same_everywhere(scenario: Scenario, ranks: Ranks, layout
     for answer in answers:
         np.testing.assert_array_equal(answer["tokens"], answers[0]["tokens"], "the row tables differ between ranks")
         if answer["knows"]:
-            check_logits(answer["logits"], scenario.logits)
-            check_results(answer["results"], scenario.results)
+            check_logits(answer["logits"], scenario.logits[:steps])
+            check_results(answer["results"], scenario.results[:steps])
 
 
 def check_logits(found: list[dict[int, Any]], expected: list[dict[int, Any]]) -> None:

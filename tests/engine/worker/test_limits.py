@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvern_engine.config import EngineConfig
 from kvern_engine.model_config import ModelConfig
+from kvern_engine.parallel.layout import Layout
 from kvern_engine.worker import limits, memory
 
 GIB = 1 << 30
@@ -81,11 +82,14 @@ def test_what_comes_later_is_refused(fields: dict[str, object], text: str) -> No
         limits.check_supported(config(**fields))
 
 
-def test_local_rank() -> None:
-    assert limits.local_rank(None, 3) == 3
-    assert limits.local_rank("1", 3) == 1
+def test_place_in_pod() -> None:
+    layout = Layout(tensor=2, pipeline=2)
+    assert limits.place_in_pod(None, None, layout, 3) == limits.Place(3, 4)
+    assert limits.place_in_pod("1", "2", layout, 3) == limits.Place(1, 2)
     with pytest.raises(ValueError, match="KVERN_LOCAL_RANK must be a whole number, got '-1'"):
-        limits.local_rank("-1", 3)
+        limits.place_in_pod("-1", "2", layout, 3)
+    with pytest.raises(ValueError, match=r"KVERN_LOCAL_RANK must be below KVERN_LOCAL_WORLD \(2\), got 3"):
+        limits.place_in_pod(None, "2", layout, 3)
 
 
 def test_cpu_threads() -> None:
