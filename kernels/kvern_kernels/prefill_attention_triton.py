@@ -185,8 +185,12 @@ def prefill_attention(
     out: Tensor,
     first_row: int,
     tiles: PrefillTiles | None = None,
+    tokens_of_rows: int | None = None,
 ) -> None:
-    """Attention of rows `first_row`.. (any number of query tokens each) into `out` [T, Hq, D]."""
+    """Attention of rows `first_row`.. (any number of query tokens each) into `out` [T, Hq, D].
+
+    `tokens_of_rows`: how many query tokens these rows have at most (None: as many as q without earlier rows).
+    """
     rows = meta.num_rows - first_row
     if rows == 0:
         return
@@ -196,7 +200,8 @@ def prefill_attention(
     tiles = tiles or choose_tiles(dim, kv.element_size(), group, meta.max_seq_len)
     tokens = tiles.block_m // group
     # Rows before first_row have at least one token each, so that this bounds the tiles without reading anything back.
-    numbers = (q.shape[0] - first_row) // tokens + rows
+    most = q.shape[0] - first_row if tokens_of_rows is None else tokens_of_rows
+    numbers = most // tokens + rows
     _prefill_kernel[(kv_heads, numbers)](
         q,
         kv,
