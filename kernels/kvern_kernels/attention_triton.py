@@ -15,6 +15,11 @@ from .prefill_attention_triton import prefill_attention
 def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
     """As `attention.paged_attention`; the heads of a token must be contiguous in q. No host synchronization."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if meta.device_rows is not None:
+        # Prompts get zeros from the first kernel where their token's number is a row's; the second one overwrites them.
+        decode_attention(q, kv, meta, scale, out, meta.num_rows, 1, seq_lens=meta.device_rows.decode_lens)
+        prefill_attention(q, kv, meta, scale, out, 0)
+        return out
     if meta.max_query_len <= MAX_QUERY_LEN:
         decode_attention(q, kv, meta, scale, out, meta.num_rows, max(meta.max_query_len, 1))
         return out
