@@ -252,9 +252,16 @@ class Supervisor:
         ready = dict(poller.poll(None if timeout is None else int(timeout * 1000)))
         if self._wakeup.fileno() in ready:
             self._wakeup.recv(4096)
+        ended = [(child, children.reap(child)) for child in (living[source] for source in ready if source in living)]
+        # What a signal ended could not say why, and its peers only know that it is gone: we know. In all other cases
+        # a message that has arrived tells more than an exit status.
+        ended.sort(key=lambda end: end[1])
+        killed = [end for end in ended if end[1] < 0]
+        for child, status in killed:
+            self._exited(child, status)
         self._read_inbox()
-        for child in [living[source] for source in ready if source in living]:
-            self._exited(child, children.reap(child))
+        for child, status in ended[len(killed) :]:
+            self._exited(child, status)
 
     def _read_inbox(self) -> None:
         for data in drain(self._inbox):
