@@ -43,8 +43,8 @@ types: $(VENV)/.installed-test  ## mypy, strict in the pure modules
 layers: $(VENV)/.installed-test  ## import-linter: who may import whom
 	@$(BIN)/lint-imports
 
-unit: $(VENV)/.installed-test  ## pytest
-	@$(BIN)/pytest
+unit: $(VENV)/.installed-test  ## pytest, two files at a time
+	@$(BIN)/pytest -q -n 2 --dist loadfile
 
 format: $(VENV)/.installed-test  ## format and fix what ruff can
 	@$(BIN)/ruff check --fix .

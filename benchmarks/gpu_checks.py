@@ -14,19 +14,21 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-TIMELINES = ["decode_32", "decode_1", "decode_256", "ctx4k_32", "prefill_8k"]
+TIMELINES = ["decode_32", "decode_1", "decode_256", "ctx4k_32", "prefill_8k", "sharegpt_1000"]
 
 
 def stages(a):
     """name -> command."""
     bench = [sys.executable, str(HERE / "h200.py"), "--out", str(a.out / "h200.jsonl"), "--precision", a.precision]
-    bench += ["--engine-args", a.engine_args, *(["--quick"] if a.quick else [])]
+    bench += ["--engine-args", a.engine_args, "--suffix", a.suffix]
+    bench += ["--quick"] if a.quick else []
     pytest = [sys.executable, "-m", "pytest", "-q", "-x" if a.first_failure else "-q", "-p", "no:cacheprovider"]
     return {
         "tests": [*pytest, "--timeout=240", str(ROOT / "tests/gpu")],
         "kernels": [*pytest, "--timeout=240", str(ROOT / "tests/kernels/sampling_cases.py")],
-        "table": [*bench, "--timeline", *TIMELINES],
-        "timelines": [*bench, "--only", "--timeline", *TIMELINES],
+        "gemm": [sys.executable, str(HERE / "kernels/gemm_layouts.py")],
+        "table": [*bench, *([] if a.only is None else ["--only", *a.only]), "--timeline", *a.timeline],
+        "timelines": [*bench, "--only", "--timeline", *a.timeline],
     }
 
 
@@ -43,10 +45,13 @@ def run(name, command, limit, log):
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__)
-    ap.add_argument("stages", nargs="+", choices=["tests", "kernels", "table", "timelines"])
+    ap.add_argument("stages", nargs="+", choices=["tests", "kernels", "gemm", "table", "timelines"])
     ap.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     ap.add_argument("--precision", default="bf16")
     ap.add_argument("--engine-args", default="{}")
+    ap.add_argument("--only", nargs="*", help="workloads of the table")
+    ap.add_argument("--timeline", nargs="*", default=TIMELINES)
+    ap.add_argument("--suffix", default="")
     ap.add_argument("--quick", action="store_true")
     ap.add_argument("--first-failure", action="store_true")
     ap.add_argument("--seconds", type=float, default=540, help="for all stages together")

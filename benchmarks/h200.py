@@ -98,6 +98,7 @@ TIMELINES = {
     "decode_256": ("decode", 256, 128),
     "ctx4k_32": ("decode", 32, 4000),
     "prefill_8k": ("prompt", 1, 8000),
+    "sharegpt_1000": ("mixed", 0, 0),
 }
 
 
@@ -110,9 +111,12 @@ def take_timelines(llm, names, engine, revision, out):
     for name in names:
         kind, rows, n_in = TIMELINES[name]
         try:
-            line = (
-                timeline.decode_timeline(llm, rows, n_in) if kind == "decode" else timeline.prompt_timeline(llm, n_in)
-            )
+            if kind == "decode":
+                line = timeline.decode_timeline(llm, rows, n_in)
+            elif kind == "prompt":
+                line = timeline.prompt_timeline(llm, n_in)
+            else:
+                line = timeline.mixed_timeline(llm, WORKLOADS[name]())
         except Exception:
             traceback.print_exc()
             continue

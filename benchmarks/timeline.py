@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 READ_TB_S = 4.39  # measured on an H200, see docs/performance-h200.md
 GROUPS = (  # the first pattern found in a kernel's name decides
@@ -170,6 +171,44 @@ def prompt_timeline(llm, n_in, rows=1):
         "s": round(wall, 4),
         "busy_us": round(busy, 1),
         "idle_us": round(idle, 1),
+        "groups": {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
+        "kernels": [(name[:90], round(count, 1), round(us, 1)) for name, count, us in found[:16]],
+    }
+
+
+def mixed_timeline(llm, requests, skip=60, steps=40):
+    """Steps in the middle of `requests` ((token ids, tokens to generate), all submitted at once), prompts beside
+    decodes."""
+    from kvern_engine import SamplingParams
+    from kvern_engine.ipc import AddRequest
+
+    core, names = llm.core, []
+    for i, (ids, count) in enumerate(requests):
+        names.append(f"mixed-{i}")
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        core.add_request(AddRequest(names[-1], 0, [1001 + i % 7, *ids[1:]], params, time.monotonic()))
+    try:
+        for _ in range(skip):
+            core.step()
+        run = SimpleNamespace(core=core, step=core.step)
+        before = llm.core.scheduler._step_tokens
+        host = host_and_step(run, steps)
+        tokens = (llm.core.scheduler._step_tokens - before) / steps
+        found, busy, idle = kernels(lambda: [core.step() for _ in range(steps)], steps)
+    finally:
+        core.abort(names)
+        while not core.idle:
+            core.step()
+    groups = defaultdict(float)
+    for name, _, us in found:
+        groups[group_of(name)] += us
+    return {
+        "timeline": "mixed",
+        "tokens_a_step": round(tokens, 1),
+        **host,
+        "busy_us": round(busy, 1),
+        "idle_us": round(idle, 1),
+        "idle_share": round(idle / max(busy + idle, 1e-9), 4),
         "groups": {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
         "kernels": [(name[:90], round(count, 1), round(us, 1)) for name, count, us in found[:16]],
     }

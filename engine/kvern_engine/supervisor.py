@@ -318,9 +318,15 @@ class Supervisor:
         ready = dict(poller.poll(int(min(wait, forever if timeout is None else timeout) * 1000)))
         self._caught.clear()
         ended = [(child, children.reap(child)) for source, child in living.items() if source in ready]
-        for child, status in sorted(ended, key=lambda pair: pair[1]):  # who was killed comes before who lost a peer
+        # What a signal ended could not say why, and its peers only know that it is gone: we know. In all other cases
+        # a message that has arrived tells more than an exit status.
+        ended.sort(key=lambda end: end[1])
+        killed = [end for end in ended if end[1] < 0]
+        for child, status in killed:
             self._exited(child, status)
         self._read_inbox()
+        for child, status in ended[len(killed) :]:
+            self._exited(child, status)
         self._read_pods()
         self._ending.finish()
 

@@ -14,13 +14,14 @@ from .dispatch import (
     sample_tokens,
     silu_and_mul,
 )
-from .metadata import AttentionMetadata, DecodeWorkspace
+from .metadata import AttentionMetadata, DecodeWorkspace, DeviceRows
 from .sampling import SamplingTables
 
 __all__ = [
     "AttentionMetadata",
     "DecodeInputs",
     "DecodeWorkspace",
+    "DeviceRows",
     "SamplingTables",
     "add_rms_norm",
     "gather_decode_inputs",

@@ -1,5 +1,7 @@
 """Paged attention on a GPU: which kernel takes which rows. The reference is `attention.py`."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,34 +14,76 @@ from .prefill_attention_triton import prefill_attention
 
 def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
     """As `attention.paged_attention`; the heads of a token must be contiguous in q. No host synchronization."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if meta.device_rows is not None:
+        # Prompts get zeros from the first kernel where their token's number is a row's; the second one overwrites them.
+        decode_attention(q, kv, meta, scale, out, meta.num_rows, 1, seq_lens=meta.device_rows.decode_lens)
+        prefill_attention(q, kv, meta, scale, out, 0)
+        return out
     if meta.max_query_len <= MAX_QUERY_LEN:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode_attention(q, kv, meta, scale, out, meta.num_rows, max(meta.max_query_len, 1))
         return out
-    padded = _vendor_tokens(q, meta)
-    row = meta.num_decodes
-    if not padded:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decode_attention(q, kv, meta, scale, out, row, 1)
-        prefill_attention(q, kv, meta, scale, out, row)
-        return out
-    # The prompt is the last row, and the rows before it have one token each.
-    keys, values = gather_contexts(kv, meta.block_tables, meta.seq_lens, row, 1, padded)
-    prompt = vendor_attention.causal_attention(q[row:], keys, values, scale)
-    if row == 0:
-        return prompt.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    decode_attention(q, kv, meta, scale, out, row, 1)
-    out[row:] = prompt
+    decode_attention(q, kv, meta, scale, out, meta.num_decodes, 1)
+    for part in _parts(q, meta):
+        rows, first, end = part.meta, part.first_token, part.first_token + part.tokens
+        if not part.padded:
+            prefill_attention(q, kv, rows, scale, out, 0, tokens_of_rows=part.tokens)
+            continue
+        keys, values = gather_contexts(kv, rows.block_tables, rows.seq_lens, 0, rows.num_rows, part.padded)
+        prompts = vendor_attention.causal_attention(q[first:end], keys, values, scale, part.prefix)
+        if part.tokens == q.shape[0]:
+            return prompts.contiguous()
+        out[first:end] = prompts
     return out
 
 
-def _vendor_tokens(q: Tensor, meta: AttentionMetadata) -> int:
-    """The padded length of the prompt for the vendor's kernel in a step of one long fresh prompt beside any decodes; 0
-    where our own kernel takes all.
-    """
-    if meta.query_lens is None or meta.seq_lens_list is None or meta.num_rows - meta.num_decodes != 1:
-        return 0
-    query_len, seq_len = meta.query_lens[-1], meta.seq_lens_list[-1]
-    tokens = vendor_attention.vendor_tokens(query_len, seq_len, q.shape[2], q.element_size())
-    return tokens if tokens and vendor_attention.available(q.device) else 0
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a step: their metadata, where their tokens are in the flat batch, and what `Run` says of them;
+    `prefix` tokens of the context come before them (a single row's)."""
+
+    meta: AttentionMetadata
+    first_token: int
+    tokens: int
+    padded: int
+    prefix: int
+
+
+def _parts(q: Tensor, meta: AttentionMetadata) -> list[_Part]:
+    """The prompts of a step by kernel, worked out once a step."""
+    found = meta.plan_cache.get("parts")
+    if found is None:
+        found = meta.plan_cache["parts"] = _find_parts(q, meta)
+    parts: list[_Part] = found
+    return parts
+
+
+def _find_parts(q: Tensor, meta: AttentionMetadata) -> list[_Part]:
+    if meta.num_rows == meta.num_decodes:
+        return []
+    if meta.query_lens is None or meta.seq_lens_list is None or not vendor_attention.available(q.device):
+        first = meta.num_decodes
+        return [_Part(_slice(meta, first, meta.num_rows), first, q.shape[0] - first, 0, 0)]
+    counts, lengths = meta.query_lens, meta.seq_lens_list
+    parts, token = [], meta.num_decodes
+    for run in vendor_attention.plan_runs(counts, lengths, meta.num_decodes, q.shape[2], q.element_size()):
+        end = run.first + run.rows
+        tokens = sum(counts[run.first : end])
+        prefix = lengths[run.first] - counts[run.first]
+        parts.append(_Part(_slice(meta, run.first, end), token, tokens, run.padded, prefix))
+        token += tokens
+    return parts
+
+
+def _slice(meta: AttentionMetadata, first: int, end: int) -> AttentionMetadata:
+    """Rows first..end-1 of a step; their tokens stay where they are in the flat batch. Copies, since Triton compiles
+    kernels anew for pointers that are not aligned."""
+    return AttentionMetadata(
+        query_start=meta.query_start[first : end + 1].clone(),
+        seq_lens=meta.seq_lens[first:end].clone(),
+        block_tables=meta.block_tables[first:end].clone(),
+        slots=meta.slots,
+        num_decodes=0,
+        max_query_len=meta.max_query_len,
+        max_seq_len=meta.max_seq_len,
+    )

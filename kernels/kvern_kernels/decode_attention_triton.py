@@ -244,16 +244,19 @@ def decode_attention(
     splits: int | None = None,
     min_tokens: int | None = None,
     tiles: DecodeTiles | None = None,
+    seq_lens: Tensor | None = None,
 ) -> None:
     """Attention of the first `rows` rows, each with at most `query_len` (<= 8) query tokens, into `out` [T, Hq, D].
 
     With `query_len` 1 row i's token is token i. `splits`, `min_tokens` (of a piece) and `tiles` default to the measured
-    choice. Raises ValueError where `query_len` is over 8 or the given workspace is too small.
+    choice; `seq_lens` [R] int32 stands in for that of `meta`. Raises ValueError where `query_len` is over 8 or the
+    given workspace is too small.
     """
     if query_len > MAX_QUERY_LEN:
         raise ValueError(f"query_len must be at most {MAX_QUERY_LEN}, got {query_len}")
     if rows == 0:
         return
+    seq_lens = meta.seq_lens if seq_lens is None else seq_lens
     heads, dim = q.shape[1], q.shape[2]
     kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = heads // kv_heads
@@ -273,7 +276,7 @@ def decode_attention(
         work.stats,
         meta.block_tables,
         meta.query_start,
-        meta.seq_lens,
+        seq_lens,
         scale * LOG2E,
         q.stride(0),
         kv.stride(0),
@@ -298,7 +301,7 @@ def decode_attention(
             work.partial,
             work.stats,
             meta.query_start,
-            meta.seq_lens,
+            seq_lens,
             splits,
             min_tiles,
             HEADS=heads,

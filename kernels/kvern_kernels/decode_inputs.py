@@ -27,10 +27,11 @@ class DecodeInputs:
 
 
 def decode_inputs(
-    rows: Tensor, positions: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int
+    rows: Tensor, positions: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int, with_tables: bool = True
 ) -> DecodeInputs:
     """`rows` [B] and `positions` [B] int32: entry i computes the token at `positions[i]` of table row `rows[i]`; a
-    negative position is padding. `tokens` [R, L] int32 and `block_tables` [R, W] int32 are the tables."""
+    negative position is padding. `tokens` [R, L] int32 and `block_tables` [R, W] int32 are the tables. The result's
+    `block_tables` are empty without `with_tables` (several tokens of one row)."""
     row, position = rows.long(), positions.long()
     inside = position >= 0
     clamped = position.clamp(min=0)
@@ -42,6 +43,6 @@ def decode_inputs(
         positions=clamped,
         slots=torch.where(inside, slots, none),
         seq_lens=(position + 1).int(),
-        block_tables=block_tables[row],
+        block_tables=block_tables[row] if with_tables else block_tables[:0],
         places=torch.where(inside, row * tokens.shape[1] + position + 1, none),
     )

@@ -27,6 +27,7 @@ def _decode_inputs_kernel(
     table_stride,
     BS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TABLES: tl.constexpr,
 ):
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i).to(tl.int64)
@@ -41,6 +42,8 @@ def _decode_inputs_kernel(
     tl.store(out_slots_ptr + i, tl.where(inside, block * BS + clamped % BS, -1))
     tl.store(out_lens_ptr + i, (position + 1).to(tl.int32))
     tl.store(out_places_ptr + i, tl.where(inside, row * tokens_stride + position + 1, -1))
+    if not TABLES:
+        return
     used = ((position + BS) // BS).to(tl.int32)
     target = out_tables_ptr + i.to(tl.int64) * table_stride
     for start in range(0, used, BLOCK):
@@ -49,13 +52,13 @@ def _decode_inputs_kernel(
 
 
 def decode_inputs(
-    rows: Tensor, positions: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int
+    rows: Tensor, positions: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int, with_tables: bool = True
 ) -> DecodeInputs:
     """As `decode_inputs.decode_inputs`; the tables must be contiguous."""
     count, device = rows.shape[0], rows.device
     longs = torch.empty(3, count, dtype=torch.int64, device=device)
     ints = torch.empty(2, count, dtype=torch.int32, device=device)
-    tables = torch.empty(count, block_tables.shape[1], dtype=torch.int32, device=device)
+    tables = torch.empty(count if with_tables else 0, block_tables.shape[1], dtype=torch.int32, device=device)
     found = DecodeInputs(ints[0], longs[0], longs[1], ints[1], tables, longs[2])
     if count:
         _decode_inputs_kernel[(count,)](
@@ -73,6 +76,7 @@ def decode_inputs(
             block_tables.stride(0),
             BS=block_size,
             BLOCK=128,
-            num_warps=4,
+            TABLES=with_tables,
+            num_warps=4 if with_tables else 1,
         )
     return found

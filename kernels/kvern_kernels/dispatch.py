@@ -87,14 +87,14 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def gather_decode_inputs(
-    rows: Tensor, positions: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int
+    rows: Tensor, positions: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int, with_tables: bool = True
 ) -> DecodeInputs:
     """A decode step's inputs from the row tables; see `decode_inputs.py`."""
     if _triton(rows):
         from . import decode_inputs_triton
 
-        return decode_inputs_triton.decode_inputs(rows, positions, tokens, block_tables, block_size)
-    return decode_inputs.decode_inputs(rows, positions, tokens, block_tables, block_size)
+        return decode_inputs_triton.decode_inputs(rows, positions, tokens, block_tables, block_size, with_tables)
+    return decode_inputs.decode_inputs(rows, positions, tokens, block_tables, block_size, with_tables)
 
 
 def sample_tokens(

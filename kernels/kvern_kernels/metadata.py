@@ -45,6 +45,19 @@ class DecodeWorkspace:
 
 
 @dataclass
+class DeviceRows:
+    """Which rows of a captured step have one query token and which are prompts, where only the device knows it.
+
+    `decode_lens` [R] int32: `seq_lens` of the rows with one query token, which come first, 0 for the others;
+    `first_prompt` [1] int32: the row behind them; at most `max_prompts` rows follow that have tokens.
+    """
+
+    decode_lens: Tensor
+    first_prompt: Tensor
+    max_prompts: int
+
+
+@dataclass
 class AttentionMetadata:
     """One step's batch of `R` rows and `T` tokens over a paged KV cache with blocks of `block_size` tokens.
 
@@ -58,6 +71,7 @@ class AttentionMetadata:
     `query_lens` and `seq_lens_list` are CPU copies of the lengths: with them the CPU path never reads a tensor back.
     `workspace` is the scratch memory of split-KV decode; graphs that never run at once share one (None: allocated).
     `max_splits` fixes the number of KV splits at capture, see `split_kv.choose_splits` (None: from `max_seq_len`).
+    `device_rows`: in a captured step with prompts, where `num_decodes` is not known; R is then at most T.
     """
 
     query_start: Tensor
@@ -71,6 +85,7 @@ class AttentionMetadata:
     seq_lens_list: list[int] | None = None
     workspace: DecodeWorkspace | None = None
     max_splits: int | None = None
+    device_rows: DeviceRows | None = None
     # What a path computed from the fields above on its first call of a step, reused by the step's other layers.
     plan_cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 

@@ -103,6 +103,8 @@ def _prefill_kernel(
     table_stride,
     first_row,
     num_rows,
+    first_row_ptr,
+    ON_DEVICE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -115,6 +117,11 @@ def _prefill_kernel(
 ):
     head = tl.program_id(0)
     number = tl.num_programs(1) - 1 - tl.program_id(1)
+    if ON_DEVICE:
+        num_rows = tl.minimum(tl.load(first_row_ptr) + num_rows, first_row)
+        first_row = tl.load(first_row_ptr)
+        if first_row >= num_rows:
+            return
     row, tile = _find_row(query_start_ptr, number, first_row, num_rows, TOKENS)
     first_token = tl.load(query_start_ptr + row)
     query_len = tl.load(query_start_ptr + row + 1) - first_token
@@ -185,18 +192,27 @@ def prefill_attention(
     out: Tensor,
     first_row: int,
     tiles: PrefillTiles | None = None,
+    tokens_of_rows: int | None = None,
 ) -> None:
-    """Attention of rows `first_row`.. (any number of query tokens each) into `out` [T, Hq, D]."""
-    rows = meta.num_rows - first_row
+    """Attention of rows `first_row`.. (any number of query tokens each) into `out` [T, Hq, D].
+
+    With `meta.device_rows` the rows are those from its `first_prompt` on. `tokens_of_rows`: how many query tokens these
+    rows have at most (None: as many as q without earlier rows).
+    """
+    on_device = meta.device_rows
+    rows = meta.num_rows - first_row if on_device is None else on_device.max_prompts
     if rows == 0:
         return
     heads, dim = q.shape[1], q.shape[2]
     kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = heads // kv_heads
-    tiles = tiles or choose_tiles(dim, kv.element_size(), group, meta.max_seq_len)
+    # A captured step serves any context; most chunks beside decodes are short.
+    context = meta.max_seq_len if on_device is None else 0
+    tiles = tiles or choose_tiles(dim, kv.element_size(), group, context)
     tokens = tiles.block_m // group
     # Rows before first_row have at least one token each, so that this bounds the tiles without reading anything back.
-    numbers = (q.shape[0] - first_row) // tokens + rows
+    most = q.shape[0] - first_row if tokens_of_rows is None else tokens_of_rows
+    numbers = most // tokens + rows
     _prefill_kernel[(kv_heads, numbers)](
         q,
         kv,
@@ -209,8 +225,11 @@ def prefill_attention(
         kv.stride(0),
         kv.stride(1),
         meta.block_tables.stride(0),
-        first_row,
-        meta.num_rows,
+        # Where the first row is on the device, these are the number of all rows and of those with prompts.
+        first_row if on_device is None else meta.num_rows,
+        meta.num_rows if on_device is None else on_device.max_prompts,
+        meta.seq_lens if on_device is None else on_device.first_prompt,
+        ON_DEVICE=on_device is not None,
         KV_HEADS=kv_heads,
         GROUP=group,
         TOKENS=tokens,

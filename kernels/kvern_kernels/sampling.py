@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingTables:
-    """Sampling state by table row, [R]: `temperature`, `top_p`, `min_p` float32; `top_k` int64 (0, or V and more: no limit)."""
+    """Sampling state by table row, [R]: `temperature`, `top_p`, `min_p` float32; `top_k` int64, 0 or >= V: no limit."""
 
     temperature: Tensor
     top_k: Tensor

@@ -26,8 +26,8 @@ def min_split_tokens(programs: int, sm_count: int) -> int:
     """The least tokens of a piece where a launch has `programs` (rows x KV heads) without splits; a power of two times
     MIN_SPLIT_TOKENS.
     """
-    share = ceil_div(programs * _FULL, sm_count)
-    return MIN_SPLIT_TOKENS * (1 << max(0, (share - 1).bit_length()))
+    share = max(1, ceil_div(programs * _FULL, sm_count))
+    return MIN_SPLIT_TOKENS * (1 << (share - 1).bit_length())
 
 
 def choose_splits(max_context: int, min_tokens: int) -> int:

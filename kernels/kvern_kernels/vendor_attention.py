@@ -71,8 +71,8 @@ def available(device: torch.device) -> bool:
 
 
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, prefix: int = 0) -> Tensor:
-    """Causal attention of `q` [R n, Hq, D], n tokens of each of R rows behind `prefix` others, over the first prefix + n
-    of `keys` and `values` [R, Hkv, L, D], L >= prefix + n, which are finite behind them; returns [R n, Hq, D].
+    """Causal attention of `q` [R n, Hq, D], n tokens of each of R rows behind `prefix` others, over the first
+    prefix + n of `keys` and `values` [R, Hkv, L, D], L >= prefix + n, finite behind them; returns [R n, Hq, D].
 
     R is 1 where n is not L.
     """

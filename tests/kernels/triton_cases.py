@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from kvern_kernels import (
     AttentionMetadata,
     DecodeWorkspace,
+    DeviceRows,
     activation,
     activation_triton,
     attention,
@@ -223,6 +224,37 @@ def test_gather_contexts():
         for got, want in ((keys, expected[0]), (values, expected[1])):
             assert torch.equal(got[row - 1, :, :length], want)
             assert got[row - 1, :, length:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("decodes", [0, 2, 4])
+def test_rows_that_only_the_device_knows(decodes):
+    """A padded step with prompts: tokens and rows behind those there are, one token and prompts told apart there."""
+    query_lens = [1] * decodes + [9, 40][: 4 - decodes]
+    seq_lens = [70, 3, 40, 300][:decodes] + [9, 55][: 4 - decodes]
+    case = Case(query_lens, seq_lens, dim=32)
+    total, rows, padded_rows, padded_tokens = sum(query_lens), len(query_lens), 6, 64
+    meta = case.meta
+    tables = torch.zeros(padded_rows, meta.block_tables.shape[1], dtype=torch.int32, device=DEVICE)
+    tables[:rows] = meta.block_tables
+    lens = torch.tensor([*seq_lens, *[0] * (padded_rows - rows)], dtype=torch.int32, device=DEVICE)
+    starts = torch.full((padded_rows + 1,), total, dtype=torch.int32, device=DEVICE)
+    starts[: rows + 1] = meta.query_start
+    first = torch.tensor([decodes], dtype=torch.int32, device=DEVICE)
+    decode_lens = torch.where(torch.arange(padded_rows, device=DEVICE) < first, lens, 0)
+    padded = AttentionMetadata(
+        query_start=starts,
+        seq_lens=lens,
+        block_tables=tables,
+        slots=torch.full((padded_tokens,), -1, device=DEVICE),
+        num_decodes=0,
+        max_query_len=padded_tokens,
+        max_seq_len=512,
+        device_rows=DeviceRows(decode_lens, first, 3),
+    )
+    q = torch.zeros(padded_tokens, *case.q.shape[1:], dtype=case.q.dtype, device=DEVICE)
+    q[:total] = case.q
+    got = attention_triton.paged_attention(q, case.kv, padded, case.scale)
+    close(got[:total], case.expected())
 
 
 VENDOR_STEPS = [

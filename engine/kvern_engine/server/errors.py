@@ -22,6 +22,15 @@ _TYPES = {
 }
 
 
+# What a client sent comes back in messages: a long name or value must not make a long answer.
+_MAX_MESSAGE = 1000
+_MAX_PARAM = 200
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit * 3 // 4]}...{text[-limit // 4 + 3 :]}"
+
+
 class ApiError(Exception):
     """A request that is refused or has failed: HTTP status and the four fields of OpenAI's error object."""
 
@@ -35,10 +44,10 @@ class ApiError(Exception):
         type: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _cut(message, _MAX_MESSAGE)
+        super().__init__(self.message)
         self.status = status
-        self.param = param
+        self.param = None if param is None else _cut(param, _MAX_PARAM)
         self.code = code
         self.type = type or _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.headers = dict(headers or {})

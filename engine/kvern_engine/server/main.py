@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
 # For the last bytes of answers, once nothing is in flight any more.
 _CLOSE_SECONDS = 2
+_MAX_HEAD_BYTES = 64 << 10
 
 
 def server_main(
@@ -116,12 +117,33 @@ async def load_reader(state: ServerState, files: ModelFiles) -> None:
 
 
 class _Protocol(HttpToolsProtocol):
-    """Bytes that are no HTTP get OpenAI's error shape as well."""
+    """Bytes that are no HTTP get OpenAI's error shape as well, and a head has a limit, which the parser lacks."""
+
+    _head_bytes: int | None = None  # of a head that is not complete
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_bytes is not None and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                text = f"The request line and headers must be at most {_MAX_HEAD_BYTES} bytes."
+                self._refuse(ApiError(text, status=431, code="headers_too_large"))
 
     def send_400_response(self, msg: str) -> None:
-        body = ApiError(msg, code="invalid_http").encode()
+        self._refuse(ApiError(msg, code="invalid_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        body = error.encode()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[400] + head + body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
 
 

@@ -130,7 +130,8 @@ def build_page(version: str, keys_required: bool) -> dict[str, Any]:
         parts[model.__name__] = schema
         ok: dict[str, Any] = {"description": "The answer.", "content": dict(_OBJECT)}
         if streams:
-            ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+            ok["description"] = "The answer; where `stream` is true, an event a chunk, and `data: [DONE]` at the end."
+            ok["content"]["text/event-stream"] = {}  # OpenAPI 3.1 has no words for the schema of an event
         paths[path] = {
             "post": {
                 "operationId": path.strip("/").replace("/", "_"),

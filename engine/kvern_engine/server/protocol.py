@@ -173,7 +173,7 @@ class CompletionRequest(_Sampling):
 class TokenizeRequest(Body):
     """`POST /tokenize`: either `prompt` or `messages`."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
 
     model: str | None = None
     prompt: str | None = None
@@ -322,6 +322,6 @@ def _fields_at(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
 
 
 def unknown_field(path: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name[:64], known, 1)  # which takes long where a name does
     hint = f"did you mean '{near[0]}'?" if near else f"known are: {', '.join(sorted(known))}."
     return f"Unknown field '{path}'; {hint}"

@@ -42,11 +42,42 @@ def padded_size(rows: int, sizes: Sequence[int]) -> int:
     return sizes[bisect_left(sizes, rows)]
 
 
+class GraphRecorder:
+    """Records steps on one stream into one pool of memory, which all graphs share: they never run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = capture_stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Runs `step` once eagerly, which loads the libraries' kernels, and once to record it. It must be harmless."""
+        graph = torch.cuda.CUDAGraph()
+        current, stream = torch.cuda.current_stream(), self._stream
+        stream.wait_stream(current)
+        collecting = gc.isenabled()
+        gc.disable()  # nothing may be freed on the device while it records
+        try:
+            with torch.cuda.stream(stream), torch.inference_mode():
+                step()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    step()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        current.wait_stream(stream)
+        return graph
+
+
 class DecodeGraphs:
     """Graphs of decode steps of `model` over `kv_caches` with the state in `tables`; sampled tokens of the last step
     are in `tokens` [max_num_seqs] int64, or its logits in `logits` [max_num_seqs, V], until the next one."""
 
-    def __init__(self, model: CausalLM, tables: RowTables, kv_caches: Sequence[Tensor]) -> None:
+    def __init__(
+        self, model: CausalLM, tables: RowTables, kv_caches: Sequence[Tensor], recorder: GraphRecorder
+    ) -> None:
         self._model, self._tables, self._kv_caches = model, tables, kv_caches
         most, device = tables.max_num_seqs, tables.device
         self.sizes = graph_sizes(most)
@@ -61,9 +92,8 @@ class DecodeGraphs:
         self._host_uniform = np.zeros(most, dtype=np.float64)
         self._inputs = self._upload(None)[:3]  # at fixed addresses: every upload lands there
         self._query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._workspace = self._make_workspace()
-        self._stream = capture_stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._workspace = make_workspace(model, tables, self.sizes)
+        self._recorder = recorder
 
     # ------------------------------------------------------------ running
 
@@ -109,33 +139,15 @@ class DecodeGraphs:
             report(done / len(sizes))
 
     def _capture(self, size: int, sample: bool) -> torch.cuda.CUDAGraph:
-        """Records the step of `size` rows; a first, eager run of it on padding loads the libraries' kernels."""
+        """Records the step of `size` rows, all of them padding."""
         if not sample and self._logits is None:
             shape = (self._tables.max_num_seqs, self._tables.vocab_size)
             self._logits = torch.empty(shape, dtype=self._model.dtype, device=self._tables.device)
         self._host_rows[:size], self._host_positions[:size] = self._tables.max_num_seqs, -1
         self._upload(None)
-        graph = torch.cuda.CUDAGraph()
-        current, stream = torch.cuda.current_stream(), self._stream
-        stream.wait_stream(current)
-        collecting = gc.isenabled()
-        gc.disable()  # nothing may be freed on the device while it records
-        try:
-            with torch.cuda.stream(stream):
-                self._step(size, sample)
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    self._step(size, sample)
-                finally:
-                    graph.capture_end()
-        finally:
-            if collecting:
-                gc.enable()
-        current.wait_stream(stream)
-        self._graphs[size, sample] = graph
+        graph = self._graphs[size, sample] = self._recorder.record(lambda: self._step(size, sample))
         return graph
 
-    @torch.inference_mode()
     def _step(self, size: int, sample: bool) -> None:
         tables = self._tables
         rows, positions, numbers = (part[:size] for part in self._inputs)
@@ -158,15 +170,16 @@ class DecodeGraphs:
             assert self._logits is not None
             self._logits[:size].copy_(logits)
 
-    def _make_workspace(self) -> DecodeWorkspace:
-        """Scratch memory for the largest of all sizes' launches; graphs never run at once."""
-        shard, device = self._model.shard, self._tables.device
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        pieces = 1
-        for size in self.sizes:
-            least = split_kv.min_split_tokens(size * shard.kv_heads.size, multiprocessors)
-            pieces = max(pieces, size * split_kv.choose_splits(self._longest, least))
-        return DecodeWorkspace.allocate(pieces, shard.heads.size, self._model.config.head_dim, 1, 1, device)
+
+def make_workspace(model: CausalLM, tables: RowTables, sizes: Sequence[int]) -> DecodeWorkspace:
+    """Scratch memory for decode attention of any of `sizes` rows."""
+    shard, device = model.shard, tables.device
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    longest, pieces = tables.tokens.shape[1] - 1, 1
+    for size in sizes:
+        least = split_kv.min_split_tokens(size * shard.kv_heads.size, multiprocessors)
+        pieces = max(pieces, size * split_kv.choose_splits(longest, least))
+    return DecodeWorkspace.allocate(pieces, shard.heads.size, model.config.head_dim, 1, 1, device)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -73,7 +73,8 @@ class RowLogprobs:
 
 @dataclass
 class Pending:
-    """Results of step `step` on their way. `tokens` [S] int64 on the host are those that `rows` sampled.
+    """Results of step `step` on their way. `tokens` [S] int64 on the host are those that `rows` sampled, or those at
+    `picked` of them are.
 
     `logits` is for tests: row -> [count, V] float32 of all tokens the step computed, where asked for.
     """
@@ -85,14 +86,18 @@ class Pending:
     logprobs: RowLogprobs | None = None
     prompt_logprobs: RowLogprobs | None = None
     logits: dict[int, Tensor] | None = None
+    picked: list[int] | None = None
 
     def result(self) -> StepResult:
         """Waits for the step and reads it back."""
         seconds = self.clock.wait()
+        sampled = [] if self.tokens is None else self.tokens.tolist()
+        if self.picked is not None:
+            sampled = [sampled[place] for place in self.picked]
         return StepResult(
             step=self.step,
             rows=self.rows,
-            tokens=[] if self.tokens is None else [[token] for token in self.tokens.tolist()],
+            tokens=[[token] for token in sampled],
             seconds=seconds,
             logprobs=self.logprobs.to_messages() if self.logprobs else {},
             prompt_logprobs=self.prompt_logprobs.to_messages() if self.prompt_logprobs else {},

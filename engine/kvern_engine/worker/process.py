@@ -140,7 +140,9 @@ def _serve(worker: Any, ready: FromWorker, plans: "zmq.Socket[bytes]", outbox: _
 
 
 def _exit(signum: int, frame: FrameType | None) -> None:
-    sys.exit(0)
+    # At once: unwinding would close the socket under the thread that waits for a step. There is nothing to give back
+    # that the end of the process does not.
+    os._exit(0)
 
 
 def _failure(rank: int, during: str, error: Exception) -> WorkerFailed:

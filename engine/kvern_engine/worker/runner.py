@@ -11,8 +11,9 @@ from kvern_engine.core.plan import StepPlan
 from kvern_engine.layers.attention import Wanted
 from kvern_engine.models.registry import CausalLM
 from kvern_engine.worker.batch import BatchBuilder, SamplingBatch, StepBatch
-from kvern_engine.worker.graphs import IN_GRAPH, DecodeGraphs, Edits
+from kvern_engine.worker.graphs import IN_GRAPH, DecodeGraphs, Edits, GraphRecorder
 from kvern_engine.worker.logprobs import LogprobTensors, compute_in_chunks, compute_logprobs
+from kvern_engine.worker.mixed_graphs import MixedGraphs, MixedStep
 from kvern_engine.worker.pending import DeviceClock, Pending, RowLogprobs, to_host
 from kvern_engine.worker.sampler import Sampler
 from kvern_engine.worker.stages import StageLink
@@ -40,12 +41,17 @@ class Runner:
         self._kv_caches = list(arena.unbind(0))
         self._builder = BatchBuilder(tables, max_num_batched_tokens)
         self._sampler = Sampler(tables)
+        self._max_num_batched_tokens = max_num_batched_tokens
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
 
-    def add_graphs(self) -> DecodeGraphs:
-        """From now on decode steps run as CUDA graphs, captured where they are first needed if not before."""
-        self.graphs = DecodeGraphs(self.model, self.tables, self._kv_caches)
-        return self.graphs
+    def add_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
+        """From now on steps run as CUDA graphs where they can, captured when they are first needed if not before."""
+        recorder = GraphRecorder(self.tables.device)
+        common = (self.model, self.tables, self._kv_caches, recorder)
+        self.graphs = DecodeGraphs(*common)
+        self.mixed_graphs = MixedGraphs(*common, self._max_num_batched_tokens)
+        return self.graphs, self.mixed_graphs
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, return_logits: bool = False) -> Pending:
@@ -98,11 +104,10 @@ class Runner:
         return None
 
     def _replay(self, plan: StepPlan, edits: Edits | None, clock: DeviceClock) -> Pending | None:
-        """The step as a captured graph; None, and nothing is done, where it is not one that graphs can do: each row
-        computes one token and samples."""
+        """The step as a captured graph; None, and nothing is done, where it is not one that graphs can do."""
         assert self.graphs is not None
         if not (len(plan.rows) <= self.graphs.sizes[-1] and max(plan.counts) == 1 and all(plan.samples)):
-            return None
+            return self._replay_mixed(plan, edits, clock)
         host, pending = self.tables.host, Pending(plan.step, clock, plan.rows, None)
         rows, positions = np.array(plan.rows, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
         features = Feature(int(np.bitwise_or.reduce(host.features[rows])))
@@ -117,6 +122,18 @@ class Runner:
             pending.tokens = to_host(self.graphs.launch(rows, positions, features, edits, sample=True))
         clock.stop()
         return pending
+
+    def _replay_mixed(self, plan: StepPlan, edits: Edits | None, clock: DeviceClock) -> Pending | None:
+        """A step in which some row computes more than one token, or does not sample; None as in `_replay`."""
+        assert self.mixed_graphs is not None
+        step = mixed_step(plan, self.tables.host.features)
+        size = None if step.features & ~IN_GRAPH else self.mixed_graphs.size_for(step)
+        if size is None:
+            return None
+        tokens = to_host(self.mixed_graphs.launch(step, size, edits))
+        sampling = step.samples.nonzero()[0]
+        clock.stop()
+        return Pending(plan.step, clock, step.rows[sampling].tolist(), tokens, picked=sampling.tolist())
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks within the arena, all layers at once, all reads before all writes."""
@@ -172,3 +189,15 @@ class Runner:
         logits = self.model.compute_logits(hidden).float()
         spans = zip(batch.rows.tolist(), batch.query_start[:-1].tolist(), batch.query_start[1:].tolist(), strict=True)
         return {row: logits[first:end].clone() for row, first, end in spans}
+
+
+def mixed_step(plan: StepPlan, features: np.ndarray) -> MixedStep:
+    """The rows of a plan, those with one token first. `features` are the rows' by table row; of those that do not
+    sample only prompt logprobs count."""
+    rows, starts = np.array(plan.rows, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
+    counts, samples = np.array(plan.counts, dtype=np.int64), np.array(plan.samples, dtype=np.bool_)
+    order = np.argsort(counts > 1, kind="stable")
+    rows, starts, counts, samples = rows[order], starts[order], counts[order], samples[order]
+    own = features[rows]
+    union = np.bitwise_or.reduce(np.where(samples, own, own & int(Feature.PROMPT_LOGPROBS)), initial=0)
+    return MixedStep(rows, starts, counts, samples, Feature(int(union)))

@@ -98,8 +98,9 @@ class Worker:
             self.runner = self._make_runner(size.num_blocks)
         if self._use_graphs:
             with self._phase("graphs", report), self._out_of_memory("CUDA graphs (see enforce_eager)"):
-                graphs = self.runner.add_graphs()
-                graphs.capture(_sizes_at_start(graphs), lambda share: report("graphs", share))
+                decode, mixed = self.runner.add_graphs()
+                mixed.capture(mixed.sizes, lambda share: report("graphs", share / 2))
+                decode.capture(_sizes_at_start(decode), lambda share: report("graphs", 0.5 + share / 2))
                 torch.cuda.synchronize(self.device)
         log.info("worker ready: %s", ", ".join(f"{name} {took:.2f} s" for name, took in self._seconds.items()))
         return WorkerReady(
@@ -258,8 +259,8 @@ class Worker:
         return foreign + peak + graphs
 
     def _measure_graphs(self, runner: Runner) -> int:
-        """Bytes that the graphs of decode steps will take, from the two largest ones: the first brings the memory that
-        all share, the second what each one adds."""
+        """Bytes that the graphs will take, from the largest ones: the first bring the memory that all share, one more
+        shows what each one adds."""
 
         def free() -> int:
             torch.cuda.synchronize(self.device)
@@ -267,14 +268,15 @@ class Worker:
             return torch.cuda.mem_get_info(self.device)[0]
 
         before = free()
-        graphs = runner.add_graphs()
-        sizes = _sizes_at_start(graphs)
-        graphs.capture(sizes[-1:])
+        decode, mixed = runner.add_graphs()
+        mixed.capture(mixed.sizes[-1:])
+        sizes = _sizes_at_start(decode)
+        decode.capture(sizes[-1:])
         first = free()
-        graphs.capture(sizes[-2:])
+        decode.capture(sizes[-2:])
         each = max(0, first - free())
         logits = runner.tables.max_num_seqs * runner.tables.vocab_size * self.model.dtype.itemsize
-        return max(0, before - first) + each * (len(graphs.sizes) - 1) + logits
+        return max(0, before - first) + each * (len(decode.sizes) + len(mixed.sizes)) + logits
 
     def _size_kv_cache(self, dtype: torch.dtype, used: int) -> memory.KvCacheSize:
         """This rank's part of a cache of as many blocks as the rank with the least room can have."""

@@ -125,6 +125,11 @@ class Serve:
         self._reader.join(5)
         return status
 
+    def tracebacks(self) -> list[str]:
+        """The lines of the log that hold or follow a traceback."""
+        at = next((i for i, line in enumerate(self.log) if "Traceback" in line), len(self.log))
+        return [line[-3000:] for line in self.log[at : at + 30]]
+
     def text(self) -> str:
         return "".join(self.log)
 
@@ -150,10 +155,10 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
             if server.process.poll() is None:
                 server.signal(signal.SIGTERM)
                 try:
+                    server.wait(5)
+                except subprocess.TimeoutExpired:  # a test failed and left streams running
+                    server.signal(signal.SIGTERM)
                     server.wait()
-                except subprocess.TimeoutExpired:
-                    server.process.kill()
-                    raise
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not list(tmp_path.glob("kvern-*")), "the socket folder is left over"
     pids = {str(p.pid) for p in family}

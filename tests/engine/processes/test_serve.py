@@ -59,7 +59,9 @@ def test_two_engines_one_dies_then_the_other(serve):
 
     server.children("core-0")[0].send_signal(signal.SIGKILL)
     killed = time.monotonic()
-    lost = wait_for(lambda: [s for s in streams if s.error])
+    wait_for(lambda: any(s.error for s in streams))
+    time.sleep(0.5)  # the threads that read the other streams of that engine get their turn
+    lost = [s for s in streams if s.error]
     kept = [s for s in streams if s not in lost]
     assert lost and kept
     assert max(s.times[-1] for s in lost) - killed < 1.0
@@ -77,7 +79,7 @@ def test_two_engines_one_dies_then_the_other(serve):
         assert stream.times[-1] - killed < 1.0
     assert server.wait() == 1
     assert "worker 1 was killed by SIGKILL (kill -9, or out of memory)" in server.text()
-    assert "Traceback" not in server.text()
+    assert not server.tracebacks()
 
 
 def test_ctrl_c_waits_for_requests_and_a_second_one_does_not(serve):
@@ -140,7 +142,7 @@ def test_a_pool_too_small_is_told_in_the_workers_words(serve):
     server = serve("--kv-cache-memory-bytes", "4194304", "--max-model-len", "512", ready=False)
     assert server.wait(30) == 1
     assert "To serve at least one request with the model's max seq len" in server.text()
-    assert "Traceback" not in server.text()
+    assert not server.tracebacks()
     assert "32" in server.text().splitlines()[-1], (
         "the longest feasible length: two blocks of 16, 131,072 bytes a token"
     )
