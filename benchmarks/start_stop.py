@@ -1,15 +1,15 @@
-"""Start a pod and stop it, many times: is anything left over? Processes, listening ports, shared memory, socket folders,
-descriptors of this process.
+"""Start a pod and stop it, many times: is anything left over? Processes, listening ports, shared memory, socket
+folders, descriptors of this process.
 
     python benchmarks/start_stop.py [--cycles 50] [--device sim] [-tp 2] [-dp 1] [-pp 1]
 
 Each cycle starts `kvern serve`, waits for /ready, answers one request and ends it: with SIGTERM, every fifth time with
-kill -9 of the supervisor (then its socket folder may stay until the next start, which removes it). Prints one JSON line.
+kill -9 of the supervisor (then its socket folder may stay until the next start, which removes it). Prints one JSON
+line.
 """
 
 import argparse
 import json
-import os
 import shutil
 import signal
 import sys
@@ -68,7 +68,7 @@ def run(cycles: int, device: str, flags: list[str], progress: bool = False) -> d
             began = time.monotonic()
             left = cycle(tmp, flags, device, kill=number % 5 == 3)
             seconds.append(time.monotonic() - began)
-            descriptors.append(len(os.listdir("/proc/self/fd")))
+            descriptors.append(len(list(Path("/proc/self/fd").iterdir())))
             found += [f"cycle {number}: {name}" for name in left]
             if progress:
                 print(f"cycle {number}: {seconds[-1]:.1f} s {left or ''}", file=sys.stderr, flush=True)
