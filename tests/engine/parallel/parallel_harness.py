@@ -172,7 +172,7 @@ class Scenario:
     cached_tokens: int
 
 
-def requests(vocab_size: int, long: list[int]) -> list[AddRequest]:
+def requests(vocab_size: int, long: list[int], fork_tokens: int) -> list[AddRequest]:
     """Greedy and random rows with every feature, a shared prefix, forks; `long` is a prompt of over 64 tokens."""
 
     def of(name: str, ids: list[int], **params: Any) -> AddRequest:
@@ -182,7 +182,7 @@ def requests(vocab_size: int, long: list[int]) -> list[AddRequest]:
     return [
         of("greedy", long, temperature=0.0, max_tokens=12, logprobs=3),
         of("prefix", [*long[:48], *short], temperature=0.0, max_tokens=10, prompt_logprobs=2, logprobs=0),
-        of("forks", short, n=3, seed=7, temperature=1.1, top_p=0.9, max_tokens=28),
+        of("forks", short, n=3, seed=7, temperature=1.1, top_p=0.9, max_tokens=fork_tokens),
         of("cut", short[::-1], seed=11, temperature=0.8, top_k=12, min_p=0.02, max_tokens=24, logprobs=2),
         of("shaped", short * 2, seed=3, temperature=0.7, presence_penalty=0.4, repetition_penalty=1.2, max_tokens=12,
            logit_bias={vocab_size - 1: 2.0, 3: -4.0}, min_tokens=4, stop_token_ids=(5,)),
@@ -190,14 +190,14 @@ def requests(vocab_size: int, long: list[int]) -> list[AddRequest]:
     ]  # fmt: skip
 
 
-def run_scenario(config: EngineConfig, long: list[int]) -> Scenario:
+def run_scenario(config: EngineConfig, long: list[int], fork_tokens: int = 28) -> Scenario:
     """Runs the requests on one rank in this process. The scheduler plans one step ahead of the tokens, as on a GPU, so
     that rows are fed tokens which the plan does not hold; there are so few blocks that it must preempt."""
     worker = Worker(config)
     ready = worker.load()
     client = _Recording(worker)
     core = EngineCore.from_config(0, config, ready, client, ())
-    for request in requests(worker.model.config.vocab_size, long):
+    for request in requests(worker.model.config.vocab_size, long, fork_tokens):
         core.add_request(request)
     cached = 0
     while not core.idle:

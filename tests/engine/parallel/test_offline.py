@@ -17,7 +17,7 @@ PARAMS = [
 
 def answers(tiny_path: str, **sizes: Any) -> tuple[list[list[list[int]]], list[list[float]]]:
     """(token ids by prompt and choice, logprobs of the first and the last prompt's)."""
-    # Six sequences that want four blocks of 16 each at their longest: some are preempted.
+    # Six sequences of up to three blocks each: they do not all fit at their longest.
     with LLM(tiny_path, device="cpu", num_gpu_blocks_override=14, max_num_seqs=8, max_model_len=128, **sizes) as llm:
         outs = llm.generate(TEXTS, PARAMS, use_tqdm=False)
     tokens = [[choice.token_ids for choice in out.outputs] for out in outs]
