@@ -11,6 +11,7 @@ import msgspec
 MAX_N = 128
 MAX_STOP = 16
 MAX_LOGPROBS = 20
+MAX_CHOICES = 4096  # in one HTTP request: prompts times n
 
 
 def _check(ok: bool, field: str, value: object, rule: str) -> None:

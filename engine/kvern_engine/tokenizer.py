@@ -31,6 +31,7 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 _BYTE_OF = _bytes_of_characters()
+_LONG = 1024  # characters: a longer text takes long enough to let others run
 
 
 class Tokenizer:
@@ -75,6 +76,9 @@ class Tokenizer:
         """Token ids of `text`. Special tokens written in the text become their ids; `add_special_tokens` is about
         those that the model puts around a text (off for a rendered chat). Raises ValueError for invalid Unicode."""
         try:
+            if len(text) > _LONG:
+                # Of the library's calls only those for batches let other threads run meanwhile.
+                return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):  # which of them depends on the library's version
             _refuse_surrogates(text)

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from kvern_engine.request import MAX_CHOICES
 from kvern_engine.server.asgi import encode_json
+from kvern_engine.server.errors import ApiError
 from kvern_engine.server.generate import Plan
 from kvern_engine.server.generation import Piece, Session, Usage
 from kvern_engine.server.logprobs import CompletionLogprobs, joined
@@ -22,6 +24,9 @@ async def plan_completion(state: ServerState, request: CompletionRequest, respon
     special = True if request.add_special_tokens is None else request.add_special_tokens
     most = state.config.max_prompts_per_request
     prompts = await reader.completion_prompts(request.prompt, special=special, capacity=capacity, most=most)
+    if len(prompts) * (request.n or 1) > MAX_CHOICES:
+        text = f"{len(prompts)} prompts with n={request.n} are {len(prompts) * (request.n or 1)} choices"
+        raise ApiError(f"{text}; at most {MAX_CHOICES} can be asked for in one request.", param="n")
     # Unless named, the limit may differ between prompts: each has what its own length leaves.
     rooms = [fit_max_tokens(asked, len(ids), capacity, chat=False) for ids in prompts]
     by_room = {

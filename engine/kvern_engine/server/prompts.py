@@ -13,6 +13,9 @@ from kvern_engine.tokenizer import ChatTemplateError, Tokenizer
 
 # Below this many characters tokenizing takes well under a millisecond: cheaper than a thread's two switches.
 _INLINE_CHARS = 1024
+# A text is tokenized up to this many bytes, or bytes a token of the context where that is more: it takes a second.
+_MOST_BYTES = 2 << 20
+_MOST_BYTES_A_TOKEN = 16
 
 R = TypeVar("R")
 
@@ -39,19 +42,29 @@ class PromptReader:
     async def off_loop(self, work: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def encode(self, text: str, *, special: bool, capacity: int | None, chat: bool = False) -> list[int]:
-        """Token ids of a text. Raises ApiError 400 where it cannot fit `capacity`, before tokenizing a huge one."""
-        if capacity is not None and len(text) > capacity:
-            least = len(text.encode("utf-8", "replace")) // self.longest_token
-            if least >= capacity:
+    async def encode(
+        self, text: str, *, special: bool, capacity: int, chat: bool = False, count_only: bool = False
+    ) -> list[int]:
+        """Token ids of a text. Raises ApiError 400, before tokenizing a huge one, where it is too long to be tokenized
+        or, unless `count_only`, cannot fit `capacity` tokens."""
+        if len(text) > capacity:
+            size = len(text.encode("utf-8", "replace"))
+            least = size // self.longest_token
+            if least >= capacity and not count_only:
                 raise context_length_exceeded(capacity, least, 0, chat=chat, at_least=True)
+            most = max(_MOST_BYTES, _MOST_BYTES_A_TOKEN * capacity)
+            if size > most:
+                what = "messages" if chat else "prompt"
+                raise ApiError(
+                    f"{what} must be at most {most} bytes of text, got {size}.",
+                    param=what,
+                    code="string_above_max_length",
+                )
         if len(text) <= _INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=special)
         return await self.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=special))
 
-    async def completion_prompts(
-        self, prompt: Any, *, special: bool, capacity: int | None, most: int
-    ) -> list[list[int]]:
+    async def completion_prompts(self, prompt: Any, *, special: bool, capacity: int, most: int) -> list[list[int]]:
         """Token ids of each prompt of a completions request. Raises ApiError 400."""
         prompts = split_prompts(prompt, most)
         ids = []
@@ -59,6 +72,8 @@ class PromptReader:
             where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
             tokens = await self.encode(p, special=special, capacity=capacity) if isinstance(p, str) else p
             if not isinstance(p, str):
+                if len(tokens) >= capacity:  # said at once: looking at each of millions takes long
+                    raise context_length_exceeded(capacity, len(tokens), 0, chat=False)
                 self.check_ids(tokens, where)
             if not tokens:
                 raise ApiError(f"{where} has no tokens; give at least one.", param="prompt")
@@ -87,7 +102,13 @@ class PromptReader:
                 param="messages",
                 code="no_chat_template",
             )
-        extra = check_template_kwargs(kwargs, self._variables) if kwargs else {}
+        # Always off the loop: messages may be many, and a template is a program that came with the model.
+        return await self.off_loop(lambda: self._render(messages, generation_prompt, continue_final, kwargs or {}))
+
+    def _render(
+        self, messages: list[dict[str, Any]], generation_prompt: bool, continue_final: bool, kwargs: dict[str, Any]
+    ) -> str:
+        extra = check_template_kwargs(kwargs, self._variables)
         checked = template_messages(messages, self._knows_developer)
         if continue_final:
             if generation_prompt:
@@ -97,10 +118,7 @@ class PromptReader:
                 text = "continue_final_message needs the last message to be an assistant's with content."
                 raise ApiError(text, param="continue_final_message")
         try:
-            # Always off the loop: a template is a program that came with the model.
-            rendered = await self.off_loop(
-                lambda: self.tokenizer.render_chat(checked, add_generation_prompt=generation_prompt, **extra)
-            )
+            rendered = self.tokenizer.render_chat(checked, add_generation_prompt=generation_prompt, **extra)
         except ChatTemplateError as e:
             raise ApiError(f"{e}".rstrip(".") + ".", param="messages") from None
         return _cut_after(rendered, checked[-1]["content"]) if continue_final else rendered
@@ -113,13 +131,14 @@ class PromptReader:
         continue_final: bool,
         kwargs: dict[str, Any] | None,
         special: bool,
-        capacity: int | None,
+        capacity: int,
+        count_only: bool = False,
     ) -> list[int]:
         """Token ids of a conversation. Raises ApiError 400."""
         text = await self.chat_text(
             messages, generation_prompt=generation_prompt, continue_final=continue_final, kwargs=kwargs
         )
-        tokens = await self.encode(text, special=special, capacity=capacity, chat=True)
+        tokens = await self.encode(text, special=special, capacity=capacity, chat=True, count_only=count_only)
         if not tokens:
             raise ApiError("messages: the chat template makes an empty prompt of them.", param="messages")
         return tokens

@@ -5,10 +5,11 @@ What a field means is decided elsewhere (`sampling.py`, `messages.py`); `message
 """
 
 import difflib
+import gc
 import json
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 
 from kvern_engine.request import MAX_LOGPROBS, MAX_N, MAX_STOP
@@ -17,6 +18,8 @@ from kvern_engine.server.errors import ApiError, not_served_yet
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 1024
 MAX_STOP_IDS = 256
+MAX_MESSAGES = 65_536
+MAX_IDS = 1 << 20  # in one call of /detokenize
 _BIG = 2**31 - 1
 
 
@@ -58,7 +61,7 @@ _TEXT_PART = {
 }
 Messages = Annotated[
     list[dict[str, Any]],
-    Field(min_length=1, max_length=65_536),
+    Field(min_length=1, max_length=MAX_MESSAGES),
     WithJsonSchema(
         {
             "type": "array",
@@ -189,7 +192,7 @@ class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: Annotated[list[Tokens], Field(max_length=4_000_000)]
+    tokens: Annotated[list[Tokens], Field(max_length=MAX_IDS), FailFast()]
 
 
 # Fields of OpenAI's API that change nothing about the answer here: accepted and not used.
@@ -222,6 +225,17 @@ _LATER = {
     "use_beam_search": "Beam search",
     "prompt_logprobs": "The field prompt_logprobs",
 }
+_LARGE_BODY = 64 << 10
+_MAX_FIELDS = 256
+# None: has limits of its own elsewhere.
+_MAX_ITEMS: dict[str, int | None] = {
+    "messages": MAX_MESSAGES,
+    "prompt": None,
+    "tokens": MAX_IDS,
+    "stop": MAX_STOP,
+    "stop_token_ids": MAX_STOP_IDS,
+    "logit_bias": MAX_BIASES,
+}
 _ABSENT: tuple[Any, ...] = (None, False, "none", "", [], {})
 
 T = TypeVar("T", bound=Body)
@@ -230,17 +244,39 @@ T = TypeVar("T", bound=Body)
 def parse_body(model: type[T], body: bytes) -> T:
     """The request in `body`. Raises ApiError 400."""
     try:
-        content = from_json(body, allow_inf_nan=False)
+        content = _decode(body)
     except ValueError as e:
         raise ApiError(f"The body is not valid JSON: {e}.", code="invalid_json") from None
     if not isinstance(content, dict):
         raise ApiError(f"The body must be a JSON object, got {_kind(content)}.", code="invalid_json")
     if issubclass(model, _Sampling):
         _take_known(content)
+    _check_sizes(content)
     try:
         return model.model_validate(content)
     except ValidationError as e:
         raise _as_api_error(model, e) from None
+
+
+def _decode(body: bytes) -> Any:
+    if len(body) < _LARGE_BODY or not gc.isenabled():
+        return from_json(body, allow_inf_nan=False)
+    # Millions of values would set off collection after collection of garbage that is none: ten times as slow.
+    gc.disable()
+    try:
+        return from_json(body, allow_inf_nan=False)
+    finally:
+        gc.enable()
+
+
+def _check_sizes(content: dict[str, Any]) -> None:
+    """The number of fields, and of items in each, before anything looks at every one of them (and finds a fault)."""
+    if len(content) > _MAX_FIELDS:
+        raise ApiError(f"The body must have at most {_MAX_FIELDS} fields, got {len(content)}.")
+    for name, value in content.items():
+        limit = _MAX_ITEMS.get(name, _MAX_FIELDS)
+        if limit is not None and isinstance(value, list | dict) and len(value) > limit:
+            raise ApiError(f"{name} must have at most {limit} items, got {len(value)}.", param=name)
 
 
 def _take_known(content: dict[str, Any]) -> None:
@@ -268,10 +304,17 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "null")
 
 
+_encoder = json.JSONEncoder(ensure_ascii=False, default=str)
+
+
 def shown(value: Any) -> str:
-    """A value for an error message: as JSON, cut short."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """A value for an error message: as JSON, cut short; of a large value only the beginning is looked at."""
+    text = ""
+    for part in _encoder.iterencode(value[:100] if isinstance(value, str) else value):
+        text += part
+        if len(text) > 80:
+            return text[:77] + "..."
+    return text
 
 
 def path_of(loc: tuple[Any, ...]) -> str:

@@ -22,7 +22,7 @@ class TokenizeEndpoints:
         body = await read_body(request.scope, request.receive, state.config.max_body_bytes)
         asked = parse_body(TokenizeRequest, body)
         state.check_model(asked.model)
-        reader, _ = state.loaded()
+        reader, capacity = state.loaded()
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError("Give either prompt (a string) or messages (an array), and not both.", param="prompt")
         if asked.messages is not None:
@@ -34,11 +34,12 @@ class TokenizeEndpoints:
                 continue_final=continue_final,
                 kwargs=asked.chat_template_kwargs,
                 special=bool(asked.add_special_tokens),
-                capacity=None,
+                capacity=capacity,
+                count_only=True,
             )
         else:
             special = True if asked.add_special_tokens is None else asked.add_special_tokens
-            tokens = await reader.encode(asked.prompt or "", special=special, capacity=None)
+            tokens = await reader.encode(asked.prompt or "", special=special, capacity=capacity, count_only=True)
         texts = [reader.tokenizer.token_text(t) for t in tokens] if asked.return_token_strs else None
         return json_response(
             {
