@@ -10,6 +10,7 @@ smaller (step, stage), and any number of steps may be under way at once without 
 """
 
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from kvern_engine.model_config import ModelConfig
+from kvern_engine.parallel.interfaces import use_interface
 from kvern_engine.parallel.layout import Layout, ModelShard, model_shard
 
 JOIN_SECONDS = 120.0  # how long a rank waits for the others of its engine
@@ -211,19 +213,28 @@ def _open_store(rendezvous: str, is_first: bool, rank: int, first: int, timeout:
     if url.scheme != "tcp" or not url.hostname or not url.port:
         raise ValueError(f"rendezvous must be file:///path or tcp://host:port, got {rendezvous!r}")
     try:
+        use_interface()
         return TCPStore(
             url.hostname,
             url.port,
             is_master=is_first,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
+            # By itself it would listen on all interfaces.
+            master_listen_fd=_listen(url.hostname, url.port) if is_first else None,
         )
-    except (dist.DistError, TimeoutError, RuntimeError) as error:
+    except (dist.DistError, TimeoutError, RuntimeError, OSError) as error:
         if is_first:
             raise ValueError(f"rank {rank} cannot listen at {rendezvous}: {_first_line(error)}") from error
         raise RankMissingError(
             f"rank {rank} waited {timeout:.0f} s for rank {first} at {rendezvous}, which never answered"
         ) from error
+
+
+def _listen(host: str, port: int) -> int:
+    """File descriptor of a socket that listens at this address alone; its owner closes it. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family).detach()
 
 
 def _meet(store: Any, ranks: Sequence[int], rank: int, engine: int, rendezvous: str, deadline: float) -> None:

@@ -145,8 +145,10 @@ class Worker:
 
     @property
     def _use_graphs(self) -> bool:
-        # A graph is a whole step, from the row tables to the sampled tokens: a stage of several cannot be one.
-        return self.device.type == "cuda" and not self.config.enforce_eager and self.layout.pipeline == 1
+        # A graph is a whole step, from the row tables to the sampled tokens: a stage of several cannot be one. Nor can
+        # a rank of several: capturing NCCL's all-reduces in it hung on two H200s.
+        alone = self.layout.pipeline == 1 and self.layout.tensor == 1
+        return self.device.type == "cuda" and not self.config.enforce_eager and alone
 
     @contextmanager
     def _phase(self, name: str, report: Progress) -> Iterator[None]:
@@ -193,7 +195,8 @@ class Worker:
         if self._rendezvous is None:
             raise ValueError(f"{self.layout} has several ranks an engine: each needs a process and a rendezvous")
         engine = self.layout.coordinates(self.rank)[0]
-        return init_parallel(self.layout, engine, self.rank, self._rendezvous, self.device)
+        timeout = self.config.distributed_timeout_seconds
+        return init_parallel(self.layout, engine, self.rank, self._rendezvous, self.device, timeout)
 
     def _make_runner(self, num_blocks: int) -> Runner:
         return Runner(self.model, self.tables, self._arena(num_blocks), self._most_tokens, self._link)

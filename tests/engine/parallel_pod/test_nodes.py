@@ -4,11 +4,12 @@ import time
 from collections.abc import Iterator
 
 import failures
+import psutil
 import pytest
 import zmq
-from pods import Pod, free_port
+from pods import TINY, Pod, free_port
 
-from kvern_engine import __version__, nodes
+from kvern_engine import LLM, SamplingParams, __version__, nodes
 from kvern_engine.config import EngineConfig
 from kvern_engine.nodes import (
     AddressError,
@@ -24,6 +25,7 @@ from kvern_engine.nodes import (
     encode,
     shared_settings,
 )
+from kvern_engine.parallel.interfaces import interface_of
 from kvern_engine.parallel.layout import Layout
 
 ADDRESS = "127.0.0.2"
@@ -201,6 +203,46 @@ def test_a_follower_ends_with_its_leader() -> None:
     assert leader.complete()[0] == 200, "it stays until the leader stops"
     assert leader.stop() == 0 and follower.wait() == 0
     assert leader.left_over() == follower.left_over() == []
+
+
+def test_an_engine_over_two_pods_computes_and_listens_on_their_addresses_alone() -> None:
+    """Real ranks, over gloo, whose rendezvous is at the leading pod."""
+    port = str(free_port(ADDRESS))
+    flags = ["-tp", "2", "--nnodes", "2", "--master-addr", ADDRESS, "--master-port", port]
+    debug = {"KVERN_DEBUG_RANKS": "1"}
+    leader = Pod(*flags, device="cpu", env=debug)
+    follower = Pod(*flags, "--node-rank", "1", "--node-addr", "127.0.0.3", device="cpu", env=debug)
+    try:
+        leader.wait_ready()
+        with LLM(str(TINY), device="cpu", num_gpu_blocks_override=64, max_num_seqs=2) as llm:
+            params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+            expected = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].text
+        status, answer = leader.complete(8)
+        assert (status, answer["choices"][0]["text"]) == (200, expected)
+        for pod in (leader, follower):
+            for process in [psutil.Process(pod.process.pid), *pod.children()]:
+                listening = [c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+                assert all(address.startswith("127.") for address in listening), listening
+    finally:
+        assert leader.stop() == 0 and follower.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [
+        ("10.0.0.7", "eth0"),
+        ("127.0.0.3", "lo"),
+        ("fd00::7", "eth1"),
+        ("10.0.0.8", None),
+    ],
+)
+def test_gloo_is_told_the_interface_of_the_pods_address(address: str, interface: str | None) -> None:
+    networks = {
+        "lo": [("127.0.0.1", "255.0.0.0"), ("00:00:00:00:00:00", None)],
+        "eth0": [("10.0.0.7", "255.255.255.0"), ("fe80::1%eth0", "ffff:ffff:ffff:ffff::")],
+        "eth1": [("fd00::7", "ffff:ffff:ffff:ffff::")],
+    }
+    assert interface_of(address, networks) == interface
 
 
 def test_a_follower_without_a_leader_says_so() -> None:
