@@ -81,14 +81,6 @@ def test_plans_give_the_same_on_two_devices(scenario: Scenario, ranks: Ranks, la
             check_results(answer["results"], scenario.results)
 
 
-def test_graphs_with_all_reduces_in_them(scenario: Scenario, ranks: Ranks) -> None:
-    answers = ranks.run(config(scenario.config.model, Layout(1, 2, 1)), scenario.plans, want_logits=False)
-    assert not [answer["trace"] for answer in answers if "error" in answer]
-    for answer in answers:
-        assert answer["ready"].load_seconds["graphs"] > 0
-        check_results(answer["results"], scenario.results)
-
-
 def tokens_of(model: str, **fields: Any) -> list[list[list[int]]]:
     with LLM(model, dtype="float32", num_gpu_blocks_override=256, max_num_seqs=16, **fields) as llm:
         outs = llm.generate(TEXTS, PARAMS, use_tqdm=False)
