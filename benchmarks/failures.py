@@ -78,6 +78,13 @@ def _finish(pods: list[Pod], outcome: Outcome) -> Outcome:
     return outcome
 
 
+def _who_lost(clients: list[Client]) -> list[Client]:
+    """The clients whose stream has failed; all of one engine learn of it at about the same time."""
+    wait_for(lambda: any(c.error and c.ended_at for c in clients), 20, "a client that is told")
+    time.sleep(0.5)
+    return [c for c in clients if c.error and c.ended_at]
+
+
 def _two_engines(device: str, failure: str, strike: Callable[[Pod], None], words: str) -> Outcome:
     """dp 2 x tp 2 under load; `strike` hits engine 0. Its clients must learn of it, those of engine 1 must not."""
     pod = Pod("-dp", "2", "-tp", "2", *_load(device), device=device).wait_ready()
@@ -88,8 +95,8 @@ def _two_engines(device: str, failure: str, strike: Callable[[Pod], None], words
         pod.children()
         began = time.monotonic()
         strike(pod)
-        lost = wait_for(lambda: [c for c in clients if c.error], 20, "a client that is told")
-        outcome.seconds = max(c.ended_at or time.monotonic() for c in lost) - began
+        lost = _who_lost(clients)
+        outcome.seconds = max(c.ended_at for c in lost) - began
         outcome.client = str(lost[0].error)
         wait_for(lambda: "dead" in _probe(pod, "/ready"), 5)
         outcome.health, outcome.ready = _probe(pod, "/health"), _probe(pod, "/ready")
@@ -265,8 +272,8 @@ def _lose_pod(device: str, failure: str, signum: int) -> Outcome:
         if signum == signal.SIGSTOP:
             for child in family:
                 child.send_signal(signum)
-        lost = wait_for(lambda: [c for c in clients if c.error], 20, "a client that is told")
-        outcome.seconds, outcome.client = time.monotonic() - began, str(lost[0].error)
+        lost = _who_lost(clients)
+        outcome.seconds, outcome.client = max(c.ended_at for c in lost) - began, str(lost[0].error)
         wait_for(lambda: "dead" in _probe(leader, "/ready"), 5)
         outcome.health, outcome.ready = _probe(leader, "/health"), _probe(leader, "/ready")
         kept = sum(c.error is None for c in clients if c not in lost)

@@ -115,7 +115,8 @@ class Pod:
         return _fetch(urllib.request.Request((url or self.url) + path, headers=headers))
 
     def complete(self, max_tokens: int = 4, prompt: Any = (5, 6, 7)) -> tuple[int, Any]:
-        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "ignore_eos": True}
+        body |= {"temperature": 0, "seed": 1}  # the simulated device only knows seeds
         request = urllib.request.Request(
             self.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

@@ -87,7 +87,10 @@ class CoreProcess:
 
     def _make_worker(self) -> GroupWorkerClient | InprocWorkerClient:
         if self._peers:
-            return group_client(self._context, self._folder, self._config, self._engine, self._peers)
+            client = group_client(self._context, self._folder, self._config, self._engine, self._peers)
+            if self._config.pipeline_parallel_size > 1:
+                client.wake_on(self._inbox)
+            return client
         from kvern_engine.worker import create_worker
 
         rank = Layout.of(self._config).answering_rank(self._engine)

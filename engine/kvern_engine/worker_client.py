@@ -210,7 +210,8 @@ class GroupWorkerClient:
         self._compared = [by_rank[rank] for rank in compared if rank != self._answering.rank]
         self._silent = [link for link in self._links if link is not self._answering and link not in self._compared]
         self._plans = [link.plans for link in self._links]
-        self._results = self._answering.results
+        self._waiting = zmq.Poller()
+        self._waiting.register(self._answering.results, zmq.POLLIN)
         self._send(encode(Reset(engine)))
 
     # ------------------------------------------------------------ life
@@ -224,6 +225,11 @@ class GroupWorkerClient:
         for link in self._links:
             if link.pidfd >= 0:
                 poller.register(link.pidfd, zmq.POLLIN)
+
+    def wake_on(self, sock: "zmq.Socket[bytes]") -> None:
+        """Let `collect` return early, without a result, when a message has come to `sock`: a pipeline's first stage may
+        be idle, and what has come could begin at once."""
+        self._waiting.register(sock, zmq.POLLIN)
 
     def check(self) -> None:
         """Raises WorkerDiedError where a rank has failed, died or does not answer any more."""
@@ -290,13 +296,15 @@ class GroupWorkerClient:
             sock.send(data, zmq.NOBLOCK)
 
     def collect(self, timeout: float | None = None) -> StepResult | None:
-        """The result of the oldest submitted plan; None after `timeout` seconds (None: wait for it)."""
-        result = self._next_result(self._answering, timeout)
+        """The result of the oldest submitted plan; None after `timeout` seconds (None: wait for it), or as `wake_on`
+        says."""
+        result = self._next_result(self._answering, timeout, self._waiting)
         if result is not None and self._compared:
             self._compare(result)
         return result
 
-    def _next_result(self, link: _Link, timeout: float | None) -> StepResult | None:
+    def _next_result(self, link: _Link, timeout: float | None, waiting: zmq.Poller | None = None) -> StepResult | None:
+        """`waiting`: what to wait for beside the link's results; anything else that comes ends the wait."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             message = link.receive()
@@ -304,10 +312,16 @@ class GroupWorkerClient:
                 return message
             if message is None:
                 left = _SLICE_MS if deadline is None else int((deadline - time.monotonic()) * 1000)
-                if link.failure is not None or not link.results.poll(min(max(left, 0), _SLICE_MS)):
+                wait = min(max(left, 0), _SLICE_MS)
+                events = (
+                    [s for s, _ in waiting.poll(wait)] if waiting else [link.results] * bool(link.results.poll(wait))
+                )
+                if link.failure is not None or not events:
                     self.check()
                     if left <= 0:
                         return None
+                elif link.results not in events:
+                    return None
 
     def _compare(self, result: StepResult) -> None:
         results = {self._answering.rank: result}

@@ -13,7 +13,7 @@ import zmq
 
 from kvern_engine.core.loop import WorkerDiedError
 from kvern_engine.core.plan import Reset, StepPlan, StepResult, ToWorker, WorkerFailed, WorkerReady
-from kvern_engine.transport import WORKER_TCP, bind, encode, read_endpoint, worker_in, worker_out
+from kvern_engine.transport import WORKER_TCP, bind, connect, encode, read_endpoint, worker_in, worker_out
 from kvern_engine.worker_client import GroupWorkerClient, Peer, WorkerMissingError, disagreement, merge_ready
 
 READY = WorkerReady(0, 100, 16, 512, 1000, 2000, "cpu", "float32", {"weights": 1.0, "profile": 0.5}, 8, 256)
@@ -80,6 +80,22 @@ def test_every_rank_gets_the_same_bytes_and_one_answers(make) -> None:
     assert client.collect(0.05) is None
     ranks[2].say(result(0, 7))
     assert client.collect(2.0) == result(0, 7)
+
+
+def test_a_new_request_need_not_wait_for_a_result(make, tmp_path: Path) -> None:
+    client, ranks = make(1)
+    context: zmq.Context = zmq.Context()
+    inbox = bind(context, zmq.PULL, str(tmp_path), "inbox")
+    client.wake_on(inbox)
+    peer = connect(context, zmq.PUSH, str(tmp_path), "inbox")
+    peer.send(b"a request")
+    assert client.collect(30.0) is None
+    assert inbox.recv() == b"a request"
+    ranks[0].say(result(0, 7))
+    peer.send(b"another")
+    assert client.collect(2.0) in (None, result(0, 7))
+    inbox.recv()
+    context.destroy(linger=0)
 
 
 def test_ranks_that_disagree_end_the_engine(make) -> None:
