@@ -313,14 +313,12 @@ class GroupWorkerClient:
             if message is None:
                 left = _SLICE_MS if deadline is None else int((deadline - time.monotonic()) * 1000)
                 wait = min(max(left, 0), _SLICE_MS)
-                events = (
-                    [s for s, _ in waiting.poll(wait)] if waiting else [link.results] * bool(link.results.poll(wait))
-                )
-                if link.failure is not None or not events:
+                came = waiting.poll(wait) if waiting is not None else [(link.results, 0)] * link.results.poll(wait)
+                if link.failure is not None or not came:
                     self.check()
                     if left <= 0:
                         return None
-                elif link.results not in events:
+                elif link.results not in dict(came):
                     return None
 
     def _compare(self, result: StepResult) -> None:
