@@ -16,7 +16,7 @@ from kvern_engine.layers.linear import Linear
 from kvern_engine.layers.norm import RMSNorm
 from kvern_engine.layers.rotary import cos_sin_table
 from kvern_engine.model_config import ModelConfig
-from kvern_kernels import AttentionMetadata, silu_and_mul
+from kvern_kernels import AttentionMetadata, ScaledRows, quantize_rows, silu_and_mul, silu_and_mul_fp8
 
 
 class LlamaAttention:
@@ -43,6 +43,19 @@ class LlamaAttention:
     ) -> Tensor:
         return self.o_proj(self.attention(self.qkv_proj(x), positions, cos_sin, kv, meta, wanted))
 
+    def fp8(
+        self,
+        x: ScaledRows,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        wanted: Wanted | None = None,
+    ) -> ScaledRows:
+        qkv = self.qkv_proj.scaled(x)
+        out = self.attention(qkv.values, positions, cos_sin, kv, meta, wanted, qkv.scales)
+        return self.o_proj.scaled(quantize_rows(out))
+
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         found = _parts(f"{prefix}self_attn.", self.qkv_proj, ("q_proj", "k_proj", "v_proj"), self._sizes)
         return found | _parts(f"{prefix}self_attn.", self.o_proj, ("o_proj",), (self.o_proj.out_features,))
@@ -62,6 +75,9 @@ class LlamaMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+
+    def fp8(self, x: ScaledRows) -> ScaledRows:
+        return self.down_proj.scaled(silu_and_mul_fp8(self.gate_up_proj.scaled(x)))
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         inner, hidden = self.down_proj.in_features, self.down_proj.out_features
@@ -101,6 +117,27 @@ class LlamaDecoderLayer:
         x, residual = self.post_attention_norm.add(x, residual)
         return self.mlp(x), residual
 
+    def fp8(
+        self,
+        x: ScaledRows | None,
+        residual: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        wanted: Wanted | None = None,
+    ) -> tuple[ScaledRows, Tensor]:
+        """The layer after `quantize_fp8`: the norms quantize, what reads a product applies the scales of its rows."""
+        if x is None:
+            rows = self.input_norm.fp8(residual)
+        else:
+            rows, residual = self.input_norm.add_fp8(x, residual)
+        x = self.attention.fp8(rows, positions, cos_sin, kv, meta, wanted)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted.index)
+        rows, residual = self.post_attention_norm.add_fp8(x, residual)
+        return self.mlp.fp8(rows), residual
+
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         return {
             f"{prefix}input_layernorm.weight": self.input_norm.weight,
@@ -115,6 +152,7 @@ class LlamaForCausalLM:
 
     def __init__(self, config: ModelConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        self.is_fp8 = False
         self.cos_sin = cos_sin_table(
             config.head_dim, max_positions, config.rope_theta, config.rope_scaling, device
         )  # first: it refuses what it does not know before memory is taken
@@ -139,7 +177,10 @@ class LlamaForCausalLM:
         `token_ids` [T] int32, `positions` [T] int64, `kv_caches` one [2, Hkv, N, bs, D] a layer: K and V of the tokens
         are written to it at `meta.slots`.
         """
-        x, residual, cos_sin = None, self.embed_tokens(token_ids), self.cos_sin
+        residual, cos_sin = self.embed_tokens(token_ids), self.cos_sin
+        if self.is_fp8:
+            return self._forward_fp8(residual, positions, kv_caches, meta, wanted)
+        x = None
         last = self.layers[-1]
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             only = wanted if layer is last else None
@@ -147,6 +188,21 @@ class LlamaForCausalLM:
         if x is None:
             return self.norm(residual)
         return self.norm.add(x, residual)[0]
+
+    def _forward_fp8(
+        self,
+        residual: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        meta: AttentionMetadata,
+        wanted: Wanted | None,
+    ) -> Tensor:
+        x, last = None, self.layers[-1]
+        for layer, kv in zip(self.layers, kv_caches, strict=True):
+            only = wanted if layer is last else None
+            x, residual = layer.fp8(x, residual, positions, self.cos_sin, kv, meta, only)
+        assert x is not None
+        return self.norm.add_scaled(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`hidden` [R, hidden_size] -> [R, vocab_size] in the model's dtype."""
@@ -161,6 +217,21 @@ class LlamaForCausalLM:
         if not self.config.tie_word_embeddings:
             found["lm_head.weight"] = self.lm_head.weight
         return found
+
+    def quantize_fp8(self) -> int:
+        """After loading: keep the layers' weights in FP8, one scale a matrix (embedding and LM head stay as they are);
+        bytes that are saved."""
+        self.is_fp8 = True
+        saved = 0
+        for layer in self.layers:
+            for linear in (
+                layer.attention.qkv_proj,
+                layer.attention.o_proj,
+                layer.mlp.gate_up_proj,
+                layer.mlp.down_proj,
+            ):
+                saved += linear.quantize_fp8()
+        return saved
 
     def add_cpu_layouts(self) -> None:
         """After loading, on a CPU: keep the weights as they multiply fastest, at the price of memory (`Linear`)."""

@@ -73,7 +73,7 @@ def test_step_limits_by_device() -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet; leave it at 1"),
         ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 is not supported yet"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 is not supported yet; leave it at auto"),
-        ({"quantization": "fp8"}, "quantization=fp8 is not supported yet"),
+        ({"quantization": "fp8_per_channel"}, "quantization=fp8_per_channel is not supported yet"),
         ({"batch_invariant": True}, "batch_invariant=True is not supported yet"),
     ],
 )
