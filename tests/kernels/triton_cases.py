@@ -265,7 +265,9 @@ def same_rows(got, expected):
     torch.testing.assert_close(got.scales, expected.scales, rtol=1e-5, atol=1e-12)
     a, b = got.restore(torch.float32), expected.restore(torch.float32)
     assert float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) < (0.07 if DEVICE == "cuda" else 0.15)
-    assert float((a != b).float().mean()) < 0.02 or DEVICE == "cpu"
+    # The bits that are stored: scales may differ in their last bit, and all restored values with them.
+    other = got.values.float() != expected.values.float()
+    assert float(other.float().mean()) < 0.02 or DEVICE == "cpu"
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 100)])
