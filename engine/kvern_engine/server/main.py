@@ -106,7 +106,7 @@ async def load_reader(state: ServerState, files: ModelFiles) -> None:
 
     def load() -> tuple[PromptReader, dict[str, Any]]:
         tokenizer = load_tokenizer(files, config.tokenizer, config.chat_template)
-        reader = PromptReader(tokenizer, max(tokenizer.vocab_size, read_model_config(files).vocab_size))
+        reader = PromptReader(tokenizer, read_model_config(files).vocab_size)
         return reader, read_generation_config(files)
 
     state.reader, state.sampling_defaults = await asyncio.to_thread(load)
