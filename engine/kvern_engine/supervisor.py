@@ -179,7 +179,9 @@ class Supervisor:
             self._turn(0.02 if complete else 1.0)
             if complete and http_status(self._listener, "/ready", timeout=0.5) == 200:
                 admin_url = url_of(self._admin) if self._admin else None
-                self._report.ready(url_of(self._listener), admin_url, self._name, list(self._ready.values()))
+                keyed = bool(self._config.api_key or os.environ.get("KVERN_API_KEYS"))
+                engines = list(self._ready.values())
+                self._report.ready(url_of(self._listener), admin_url, self._name, engines, keyed)
                 return True
         return False
 
