@@ -34,6 +34,7 @@ from kvern_engine.probe import http_status
 from kvern_engine.socket_dir import SocketDir
 from kvern_engine.startup_report import StartupReport
 from kvern_engine.transport import SUPERVISOR_IN, bind, connect, decode_to_supervisor, drain, encode, server_in
+from kvern_engine.worker.limits import check_supported
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,10 @@ def check_offered(config: EngineConfig) -> None:
             raise StartError(
                 f"{flag} {size} comes with several devices, which are not offered yet; use 1 (or --data-parallel-size)"
             )
+    try:
+        check_supported(config)
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 def worker_in_core(config: EngineConfig) -> bool:

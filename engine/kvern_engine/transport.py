@@ -123,7 +123,8 @@ class ProcessWorkerClient:
         poller.register(self._pidfd, zmq.POLLIN)
 
     def wait_ready(self, progress: Progress | None = None) -> WorkerReady:
-        """Block until the worker has loaded; passes its progress on. Raises WorkerDiedError with its own words."""
+        """Block until the worker has loaded; passes its progress on. Raises ValueError with the worker's words where it
+        cannot load, WorkerDiedError where it is gone."""
         while True:
             message = self._receive(None)
             if isinstance(message, WorkerReady):
@@ -154,6 +155,8 @@ class ProcessWorkerClient:
             data = self._results.recv()
         message = decode_from_worker(data)
         if isinstance(message, WorkerFailed):
+            if message.during == "load":
+                raise ValueError(message.message)  # the words are for the user, who has to change something
             raise WorkerDiedError(message.rank, message.message)
         return message
 
