@@ -1,6 +1,8 @@
 # Everything a person or CI runs. `make demo` and `make test` set up what they need themselves.
 SHELL := /bin/bash
-PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(shell command -v $(p) 2>/dev/null)))
+# The first Python that runs and is recent enough: a name on PATH may be a version manager's shim for nothing.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 # A folder with a CPU build of torch saves the 3 GB CUDA build on machines without a GPU.
@@ -13,7 +15,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/pyvenv.cfg:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 13) else f"Kvern needs Python 3.11 or 3.12, found {v.major}.{v.minor} ({sys.executable}); say make PYTHON=/path/to/python3.12")'
+	@test -n "$(PYTHON)" || { echo "Kvern needs Python 3.11 or 3.12 and found neither on PATH; say make PYTHON=/path/to/python3.12"; exit 1; }
 	@echo "==> creating $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 

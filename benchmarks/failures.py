@@ -381,7 +381,7 @@ _HEAD = """\
 Written by `python benchmarks/failures.py --device {device} --write docs/failures.md`, which brings each failure about
 in real processes and notes what was seen ({when}). Unless said otherwise there are two engines of two ranks each
 (dp 2 x tp 2) with four streams running, and engine 0 is hit. "After" is the time from the failure until the client
-had its error, or until the process that could not start had ended (ranks and pods were told to wait 6 s for each other).
+had its error, or until the process that could not start had ended (it was told to wait 6 s for the missing).
 
 """
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 READ_TB_S = 4.39  # measured on an H200, see docs/performance-h200.md
 GROUPS = (  # the first pattern found in a kernel's name decides
     ("attention", ("_decode_kernel", "_merge_kernel", "_prefill_kernel", "fmha", "flash", "cudnn", "_gather")),
-    ("norm", ("_rms_norm_kernel",)),
+    ("norm", ("_rms_norm_kernel", "_norm_kernel")),
     ("rope + KV write", ("_rope_kernel",)),
     ("silu", ("_silu",)),
     ("sampling", ("_peaks_kernel", "_pick_kernel")),

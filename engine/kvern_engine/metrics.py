@@ -161,10 +161,11 @@ class Metrics:
         engines = [(model_name, str(e)) for e in range(num_engines)]
         self._define_requests(engines)
         self._define_http(handlers)
-        self._in_flight = self._take(1)
+        self._in_flight, self._ready = self._take(1), self._take(1)
         self.slots = Slots(folder, index, num_servers, self._size)
         self._own = self.slots.own
-        self._own[self._in_flight] = 0.0  # a process that comes back has nothing in flight
+        self._own[self._in_flight] = self._own[self._ready] = 0.0  # a process that comes back has nothing in flight
+        self._num_servers = num_servers
 
     # Definition
 
@@ -327,6 +328,14 @@ class Metrics:
     def in_flight(self) -> int:
         """Requests in flight at all API servers of the pod."""
         return int(sum(view[self._in_flight] for view in self.slots.all()))
+
+    def say_ready(self) -> None:
+        """This API server takes requests."""
+        self._own[self._ready] = 1.0
+
+    def all_ready(self) -> bool:
+        """Every API server of the pod has said so: a connection may reach any of them."""
+        return sum(view[self._ready] for view in self.slots.all()) == self._num_servers
 
     # Exposition
 

@@ -4,7 +4,9 @@ Only words: it decides nothing. A person sees each phase with its seconds (the c
 collector gets one structured line an event.
 """
 
+import json
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -41,6 +43,18 @@ def capacity(ready: CoreReady) -> str:
         f"{tokens:,} tokens ({ready.num_blocks:,} blocks of {ready.block_size}); "
         f"{at_once:.1f} requests of {ready.max_model_len:,} tokens at once"
     )
+
+
+def curl_line(url: str, name: str, keyed: bool) -> str:
+    """A first request to try, as a shell takes it; completions, since not every model has a chat template."""
+    body = json.dumps({"model": name, "prompt": "Once upon a time"}, ensure_ascii=False)
+    parts = ["curl", "-s"]
+    if url.startswith("unix:"):
+        parts += ["--unix-socket", shlex.quote(url.removeprefix("unix:"))]
+        url = "http://localhost"
+    parts += [f"{url}/v1/completions", "-H 'Content-Type: application/json'"]
+    parts += ['-H "Authorization: Bearer $API_KEY"'] if keyed else []
+    return " ".join([*parts, "-d", shlex.quote(body)])
 
 
 class StartupReport:
@@ -97,7 +111,8 @@ class StartupReport:
             known = {"engine": ready.engine, "kv_tokens": ready.num_blocks * ready.block_size}
             log.info("engine ready", extra=logs.fields(**known, max_model_len=ready.max_model_len, **ready.info))
 
-    def ready(self, url: str, admin_url: str | None, name: str, engines: list[CoreReady]) -> None:
+    def ready(self, url: str, admin_url: str | None, name: str, engines: list[CoreReady], keyed: bool = False) -> None:
+        """`keyed`: clients need an API key."""
         seconds = self._clock() - self._start
         if not self._human:
             extra = {"admin_url": admin_url} if admin_url else {}
@@ -109,7 +124,9 @@ class StartupReport:
             weights = count(float(ready.info.get("weight_bytes", 0)))
             self._write(f"  {which}{where}, weights {weights}B, KV cache {capacity(ready)}", keep=True)
         admin = f", admin port {admin_url}" if admin_url else ""
-        self._write(f"Ready in {seconds:.1f} s: {url}/v1  (model {name}{admin}; Ctrl-C stops)", keep=True)
+        shown = url if url.startswith("unix:") else f"{url}/v1"
+        self._write(f"Ready in {seconds:.1f} s: {shown}  (model {name}{admin}; Ctrl-C stops)", keep=True)
+        self._write(f"  {curl_line(url, name, keyed)}", keep=True)
 
     def say(self, text: str) -> None:
         """A line of its own for a person; collectors get log lines instead."""

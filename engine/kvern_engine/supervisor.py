@@ -50,6 +50,7 @@ from kvern_engine.transport import (
     server_in,
     write_endpoint,
 )
+from kvern_engine.worker.limits import check_supported
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ def serve(config: EngineConfig) -> int:
     """Run the engine until it is told to stop. Raises StartError with a text for the user."""
     try:
         files = resolve_model(config.model, config.revision)  # before anything starts: is it there at all?
+        check_supported(config)
         devices = devices_visible(os.environ)
         check_devices(config, devices)
         if note := shared_memory_note(config, devices, free_shared_memory()):
@@ -257,7 +259,9 @@ class Supervisor:
             self._turn(0.02 if complete else 1.0)
             if complete and http_status(self._listener, "/ready", timeout=0.5) == 200:
                 admin_url = url_of(self._admin) if self._admin else None
-                self._report.ready(url_of(self._listener), admin_url, self._name, list(self._ready.values()))
+                keyed = bool(self._config.api_key or os.environ.get("KVERN_API_KEYS"))
+                engines = list(self._ready.values())
+                self._report.ready(url_of(self._listener), admin_url, self._name, engines, keyed)
                 return True
         return False
 

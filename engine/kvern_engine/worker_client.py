@@ -89,6 +89,7 @@ class _Link:
         self.rank, self._pid, self._place = peer.rank, peer.pid, peer.place
         self.heard = False  # it has said something, or answered a connection
         self.failure: str | None = None  # its own last words
+        self.failed_to_load = False
         self._lost = False
         self.pidfd = -1
         if peer.pid is not None:
@@ -152,7 +153,7 @@ class _Link:
             return None
         self.heard = True
         if isinstance(message, WorkerFailed):
-            self.failure = message.message
+            self.failure, self.failed_to_load = message.message, message.during == "load"
             return None
         return message
 
@@ -261,8 +262,8 @@ class GroupWorkerClient:
     # ------------------------------------------------------------ start
 
     def wait_ready(self, progress: Progress | None = None) -> WorkerReady:
-        """Block until every rank has loaded; passes the answering one's progress on. Raises WorkerDiedError with the
-        words of the rank that could not, or naming those that were never heard of."""
+        """Block until every rank has loaded; passes the answering one's progress on. Raises ValueError with the words
+        of a rank that cannot load, WorkerDiedError naming those that are gone or were never heard of."""
         begin = time.monotonic()
         ready: dict[int, WorkerReady] = {}
         poller = zmq.Poller()
@@ -277,7 +278,12 @@ class GroupWorkerClient:
                         ready[link.rank] = message
                     elif isinstance(message, WorkerProgress) and progress is not None and link is self._answering:
                         progress(message.phase, message.fraction)
-            self.check()
+            try:
+                self.check()
+            except WorkerDiedError as error:
+                if error.rank in [link.rank for link in self._links if link.failed_to_load]:
+                    raise ValueError(error.reason) from None  # for the user, who has to change something
+                raise
             self._check_joined(time.monotonic() - begin)
         return merge_ready([ready[link.rank] for link in self._links])
 

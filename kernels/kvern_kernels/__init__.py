@@ -7,13 +7,20 @@ block * block_size + offset. Importing this package does not import Triton.
 from .decode_inputs import DecodeInputs
 from .dispatch import (
     add_rms_norm,
+    add_rms_norm_fp8,
+    add_rms_norm_scaled,
+    fp8_linear,
     gather_decode_inputs,
     paged_attention,
+    quantize_rows,
     rms_norm,
+    rms_norm_fp8,
     rope_and_cache,
     sample_tokens,
     silu_and_mul,
+    silu_and_mul_fp8,
 )
+from .fp8 import Fp8Weight, ScaledRows
 from .metadata import AttentionMetadata, DecodeWorkspace, DeviceRows
 from .sampling import SamplingTables
 
@@ -22,12 +29,20 @@ __all__ = [
     "DecodeInputs",
     "DecodeWorkspace",
     "DeviceRows",
+    "Fp8Weight",
     "SamplingTables",
+    "ScaledRows",
     "add_rms_norm",
+    "add_rms_norm_fp8",
+    "add_rms_norm_scaled",
+    "fp8_linear",
     "gather_decode_inputs",
     "paged_attention",
+    "quantize_rows",
     "rms_norm",
+    "rms_norm_fp8",
     "rope_and_cache",
     "sample_tokens",
     "silu_and_mul",
+    "silu_and_mul_fp8",
 ]

@@ -7,10 +7,12 @@ also on CPU tensors (with TRITON_INTERPRET=1). Read once, at import. Triton is i
 import os
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from . import activation, attention, cpu_attention, decode_inputs, norm, rotary, sampling
+from . import activation, attention, cpu_attention, decode_inputs, fp8, norm, rotary, sampling
 from .decode_inputs import DecodeInputs
+from .fp8 import Fp8Weight, ScaledRows
 from .metadata import AttentionMetadata
 from .sampling import SamplingTables
 
@@ -54,6 +56,7 @@ def rope_and_cache(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     cache: dict[Any, Any] | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Optional QK-norm, rotary embedding of q and k, and the write of k and v to the cache; see `rotary.py`.
 
@@ -62,8 +65,8 @@ def rope_and_cache(
     if _triton(q):
         from . import rotary_triton
 
-        return rotary_triton.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps)
-    return rotary.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps, cache)
+        return rotary_triton.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps, scales)
+    return rotary.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps, cache, scales)
 
 
 def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
@@ -112,3 +115,51 @@ def sample_tokens(
 
         return sampling_triton.sample_tokens(logits, rows, state, uniform, tokens, places, out)
     return sampling.sample_tokens(logits, rows, state, uniform, tokens, places, out)
+
+
+def _fp8(x: Tensor) -> Any:
+    """The module that computes FP8 operations on `x`."""
+    if _triton(x):
+        from . import fp8_triton
+
+        return fp8_triton
+    return fp8
+
+
+def quantize_rows(x: Tensor) -> ScaledRows:
+    """`x` [T, K] in FP8, each row by its largest element."""
+    rows: ScaledRows = _fp8(x).quantize_rows(x)
+    return rows
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> ScaledRows:
+    """The norm of `x` [T, H], quantized by rows."""
+    rows: ScaledRows = _fp8(x).rms_norm_fp8(x, weight, eps)
+    return rows
+
+
+def add_rms_norm_fp8(x: ScaledRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[ScaledRows, Tensor]:
+    """(norm of x + residual, quantized by rows; x + residual, which overwrites `residual`). All [T, H]."""
+    found: tuple[ScaledRows, Tensor] = _fp8(residual).add_rms_norm_fp8(x, residual, weight, eps)
+    return found
+
+
+def add_rms_norm_scaled(x: ScaledRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of an `x` that is still to be multiplied by its rows' scales."""
+    found: tuple[Tensor, Tensor] = _fp8(residual).add_rms_norm_scaled(x, residual, weight, eps)
+    return found
+
+
+def silu_and_mul_fp8(x: ScaledRows) -> ScaledRows:
+    """silu(gate) * up of `x` [T, 2F], quantized by rows: [T, F]."""
+    rows: ScaledRows = _fp8(x.values).silu_and_mul_fp8(x)
+    return rows
+
+
+def fp8_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRows:
+    """`x` [T, K] times `weight` [N, K] transposed in FP8; see `fp8.py`."""
+    if x.values.is_cuda and _FORCED != "reference":
+        from . import fp8_triton
+
+        return fp8_triton.fp8_linear(x, weight, dtype)
+    return fp8.fp8_linear(x, weight, dtype)

@@ -72,15 +72,18 @@ def rope_and_cache(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     cache: dict[Any, Any] | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate q and k at `positions`, write k and v to the cache, return q rotated.
 
     Shapes: `q` [T, Hq, D], `k` and `v` [T, Hkv, D] (strided views are fine), `cos_sin` [max_pos, D] float32 (cos of the
     D/2 frequencies, then sin), `positions` [T] int64, `kv` [2, Hkv, N, bs, D], `slots` [T] int64 (-1: write nothing).
     `q_norm` and `k_norm` [D]: RMSNorm weights applied a head before the rotation (Qwen3). Returns [T, Hq, D] in q's
-    dtype. `cache`, a step's `AttentionMetadata.plan_cache`, lets a step's layers share what depends on the positions
-    and slots alone.
+    dtype. `scales` [T] float32: q, k and v are still to be multiplied by them. `cache`, a step's
+    `AttentionMetadata.plan_cache`, lets a step's layers share what depends on the positions and slots alone.
     """
+    if scales is not None:
+        q, k, v = ((part.float() * scales.view(-1, 1, 1)).to(part.dtype) for part in (q, k, v))
     key = ("rotary", cos_sin.data_ptr())
     rows = cache.get(key) if cache is not None else None
     if rows is None:

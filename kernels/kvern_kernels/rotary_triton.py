@@ -25,6 +25,7 @@ def _rope_kernel(
     slots_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    scales_ptr,
     q_stride,
     k_stride,
     v_stride,
@@ -32,6 +33,7 @@ def _rope_kernel(
     head_stride,
     part_stride,
     eps,
+    SCALED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -47,12 +49,17 @@ def _rope_kernel(
     kv_pieces: tl.constexpr = (KV_HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     dims = tl.arange(0, HALF_BLOCK)
     dtype = out_ptr.dtype.element_ty
+    row_scale = 1.0
+    if SCALED:
+        row_scale = tl.load(scales_ptr + token)
     if piece < q_pieces:
         heads = piece * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         inside = (heads < HEADS)[:, None] & (dims < HALF)[None, :]
         where = heads[:, None] * (2 * HALF) + dims[None, :]
         first = load_parts(q_ptr + token * q_stride + where, inside, part_stride, PARTS, dtype)
         second = load_parts(q_ptr + token * q_stride + where + HALF, inside, part_stride, PARTS, dtype)
+        if SCALED:
+            first, second = first * row_scale, second * row_scale
         first, second = _rotated(
             first,
             second,
@@ -81,6 +88,8 @@ def _rope_kernel(
         if is_key:
             first = load_parts(k_ptr + token * k_stride + where, inside, part_stride, PARTS, dtype)
             second = load_parts(k_ptr + token * k_stride + where + HALF, inside, part_stride, PARTS, dtype)
+            if SCALED:
+                first, second = first * row_scale, second * row_scale
             first, second = _rotated(
                 first,
                 second,
@@ -99,6 +108,8 @@ def _rope_kernel(
         else:
             low_half = load_parts(v_ptr + token * v_stride + where, inside, part_stride, PARTS, dtype)
             high_half = load_parts(v_ptr + token * v_stride + where + HALF, inside, part_stride, PARTS, dtype)
+            if SCALED:
+                low_half, high_half = low_half * row_scale, high_half * row_scale
             tl.store(target + kv_stride, low_half.to(kv_ptr.dtype.element_ty), mask=written)
             tl.store(target + kv_stride + HALF, high_half.to(kv_ptr.dtype.element_ty), mask=written)
 
@@ -142,10 +153,11 @@ def rope_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """As `rotary.rope_and_cache`; the heads of a token must be contiguous in q, k and v, tokens may be strided."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(out, q, k, v, 1, 0, cos_sin, positions, kv, slots, q_norm, k_norm, eps)
+    _launch(out, q, k, v, 1, 0, cos_sin, positions, kv, slots, q_norm, k_norm, eps, scales)
     return out
 
 
@@ -187,6 +199,7 @@ def _launch(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    scales: Tensor | None = None,
 ) -> None:
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -204,6 +217,7 @@ def _launch(
             slots,
             q if q_norm is None else q_norm,
             k if k_norm is None else k_norm,
+            q if scales is None else scales,
             q.stride(0),
             k.stride(0),
             v.stride(0),
@@ -211,6 +225,7 @@ def _launch(
             kv.stride(1),
             part_stride,
             eps,
+            SCALED=scales is not None,
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=dim // 2,

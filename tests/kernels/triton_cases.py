@@ -18,10 +18,13 @@ from kvern_kernels import (
     AttentionMetadata,
     DecodeWorkspace,
     DeviceRows,
+    ScaledRows,
     activation,
     activation_triton,
     attention,
     attention_triton,
+    fp8,
+    fp8_triton,
     norm,
     norm_triton,
     rotary,
@@ -255,6 +258,66 @@ def test_rows_that_only_the_device_knows(decodes):
     q[:total] = case.q
     got = attention_triton.paged_attention(q, case.kv, padded, case.scale)
     close(got[:total], case.expected())
+
+
+def same_rows(got, expected):
+    """Rows in FP8 agree but for single steps of rounding; Triton's interpreter truncates where the GPU rounds."""
+    torch.testing.assert_close(got.scales, expected.scales, rtol=1e-5, atol=1e-12)
+    a, b = got.restore(torch.float32), expected.restore(torch.float32)
+    assert float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) < (0.07 if DEVICE == "cuda" else 0.15)
+    # The bits that are stored: scales may differ in their last bit, and all restored values with them.
+    other = got.values.float() != expected.values.float()
+    assert float(other.float().mean()) < 0.02 or DEVICE == "cpu"
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 100)])
+def test_fp8_rows(rows, width):
+    torch.manual_seed(rows)
+    x = torch.randn(rows, width, dtype=torch.float16, device=DEVICE)
+    x[0] = 0
+    weight = torch.randn(width, dtype=torch.float16, device=DEVICE)
+    same_rows(fp8_triton.quantize_rows(x), fp8.quantize_rows(x))
+    x[0] = 1
+    same_rows(fp8_triton.rms_norm_fp8(x, weight, 1e-5), fp8.rms_norm_fp8(x, weight, 1e-5))
+    scaled = ScaledRows(x, torch.rand(rows, device=DEVICE) + 0.5)
+    residual = torch.randn(rows, width, dtype=torch.float16, device=DEVICE)
+    expected, expected_sum = fp8.add_rms_norm_fp8(scaled, residual.clone(), weight, 1e-5)
+    own = residual.clone()
+    got, got_sum = fp8_triton.add_rms_norm_fp8(scaled, own, weight, 1e-5)
+    assert got_sum is own
+    close(got_sum, expected_sum)
+    same_rows(got, expected)
+    plain, _ = fp8_triton.add_rms_norm_scaled(scaled, residual.clone(), weight, 1e-5)
+    close(plain, fp8.add_rms_norm_scaled(scaled, residual.clone(), weight, 1e-5)[0])
+    wide = ScaledRows(torch.randn(rows, 2 * width, dtype=torch.float16, device=DEVICE), scaled.scales)
+    same_rows(fp8_triton.silu_and_mul_fp8(wide), fp8.silu_and_mul_fp8(wide))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the vendor's FP8 product needs a GPU")
+@pytest.mark.parametrize("rows", [0, 1, 13, 509])
+def test_fp8_linear(rows):
+    x = torch.randn(rows, 256, dtype=torch.bfloat16, device=DEVICE)
+    weight = fp8.Fp8Weight.quantize(torch.randn(96, 256, dtype=torch.bfloat16, device=DEVICE))
+    quantized = fp8.quantize_rows(x)
+    got = fp8_triton.fp8_linear(quantized, weight, torch.bfloat16).restore(torch.float32)
+    expected = fp8.fp8_linear(quantized, weight, torch.float32).restore(torch.float32)
+    assert got.shape == (rows, 96)
+    if rows:
+        assert float((got - expected).norm() / expected.norm()) < 1e-2
+
+
+def test_rope_of_scaled_rows():
+    torch.manual_seed(1)
+    qkv = torch.randn(5, 8, 16, dtype=torch.float16, device=DEVICE)
+    q, k, v = qkv.split((4, 2, 2), dim=1)
+    cos_sin = torch.randn(20, 16, device=DEVICE)
+    positions, slots = torch.arange(5, device=DEVICE) * 3, torch.tensor([3, 0, -1, 7, 9], device=DEVICE)
+    scales = torch.rand(5, device=DEVICE) + 0.5
+    caches = [torch.zeros(2, 2, 3, 4, 16, dtype=torch.float16, device=DEVICE) for _ in range(2)]
+    got = rotary_triton.rope_and_cache(q, k, v, cos_sin, positions, caches[0], slots, scales=scales)
+    expected = rotary.rope_and_cache(q, k, v, cos_sin, positions, caches[1], slots, scales=scales)
+    close(got, expected)
+    close(caches[0], caches[1])
 
 
 VENDOR_STEPS = [

@@ -35,12 +35,14 @@ class Attention:
         kv: Tensor,
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """`qkv` [T, (Hq + 2 Hkv) * D], `positions` [T] int64, `cos_sin` [max_positions, D] float32, `kv` [2, Hkv, N,
-        bs, D] (K and V of this step are written to it) -> [T, Hq * D], or [S, Hq * D] where S tokens are wanted."""
+        bs, D] (K and V of this step are written to it) -> [T, Hq * D], or [S, Hq * D] where S tokens are wanted.
+        `scales` [T] float32: what rows of `qkv` are still to be multiplied by."""
         tokens = qkv.shape[0]
         q, k, v = torch.split(qkv.view(tokens, -1, self.head_dim), self._split, dim=1)
-        q = rope_and_cache(q, k, v, cos_sin, positions, kv, meta.slots)
+        q = rope_and_cache(q, k, v, cos_sin, positions, kv, meta.slots, scales=scales)
         if wanted is not None:
             q, meta = q.index_select(0, wanted.index), wanted.meta
         return paged_attention(q, kv, meta, self.scale).view(q.shape[0], self._split[0] * self.head_dim)

@@ -1,4 +1,4 @@
-"""y = x W^T + b: the place where a matrix product is dispatched (memory layouts on a CPU; quantization comes here).
+"""y = x W^T + b: the place where a matrix product is dispatched (memory layouts on a CPU, FP8).
 
 On a CPU a float32 layer with many outputs is kept in two layouts, each at home in one regime: transposed for one or
 two rows, where the product streams the weights once, and packed by oneDNN for more rows.
@@ -7,6 +7,8 @@ two rows, where the product streams the weights once, and packed by oneDNN for m
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kvern_kernels import Fp8Weight, ScaledRows, fp8_linear
 
 _PACK_ROWS = 32  # oneDNN chooses its blocking for about this many rows
 _STREAM_ROWS = 2  # up to here the transposed layout is the fastest
@@ -20,7 +22,7 @@ def _can_pack() -> bool:
 class Linear:
     """A linear layer. `weight` [out_features, in_features], `bias` [out_features] or None; filled by the loader."""
 
-    __slots__ = ("_packed", "_transposed", "bias", "in_features", "out_features", "weight")
+    __slots__ = ("_fp8", "_packed", "_transposed", "bias", "in_features", "out_features", "weight")
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype, device: torch.device
@@ -30,6 +32,7 @@ class Linear:
         self.bias: Tensor | None = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._transposed: Tensor | None = None
         self._packed: Tensor | None = None
+        self._fp8: Fp8Weight | None = None
 
     @classmethod
     def sharing(cls, weight: Tensor) -> "Linear":
@@ -37,6 +40,7 @@ class Linear:
         layer = cls.__new__(cls)
         layer.out_features, layer.in_features = weight.shape
         layer.weight, layer.bias, layer._transposed, layer._packed = weight, None, None, None
+        layer._fp8 = None
         return layer
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -50,6 +54,22 @@ class Linear:
             return torch.addmm(self.bias, x, self._transposed)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
+
+    def scaled(self, x: ScaledRows) -> ScaledRows:
+        """The layer after `quantize_fp8`: `x` [T, in_features] in FP8 -> [T, out_features], to be multiplied by the
+        scales of the rows."""
+        assert self._fp8 is not None
+        out = fp8_linear(x, self._fp8, self.weight.dtype)
+        if self.bias is None:
+            return out
+        return ScaledRows(out.restore(self.weight.dtype) + self.bias, torch.ones_like(x.scales))
+
+    def quantize_fp8(self) -> int:
+        """Keep the loaded weights in FP8 with one scale, in place of `weight`; bytes that are saved."""
+        before = self.weight.numel() * self.weight.element_size()
+        self._fp8 = Fp8Weight.quantize(self.weight)
+        self.weight = self.weight.new_empty(0, self.in_features)
+        return before - self._fp8.values.numel()
 
     def add_cpu_layouts(self) -> None:
         """Keep the loaded weights in the two layouts that a CPU multiplies fastest, in place of `weight`, where that

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvern_kernels import add_rms_norm, rms_norm
+from kvern_kernels import ScaledRows, add_rms_norm, add_rms_norm_fp8, add_rms_norm_scaled, rms_norm, rms_norm_fp8
 
 
 class RMSNorm:
@@ -22,3 +22,15 @@ class RMSNorm:
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual), both [T, hidden_size]. May overwrite `residual`."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def fp8(self, x: Tensor) -> ScaledRows:
+        """The norm of `x` [T, hidden_size] in FP8."""
+        return rms_norm_fp8(x, self.weight, self.eps)
+
+    def add_fp8(self, x: ScaledRows, residual: Tensor) -> tuple[ScaledRows, Tensor]:
+        """As `add` for an `x` that is still to be multiplied by its rows' scales; the norm in FP8."""
+        return add_rms_norm_fp8(x, residual, self.weight, self.eps)
+
+    def add_scaled(self, x: ScaledRows, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As `add` for an `x` that is still to be multiplied by its rows' scales."""
+        return add_rms_norm_scaled(x, residual, self.weight, self.eps)

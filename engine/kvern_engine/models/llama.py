@@ -26,7 +26,7 @@ from kvern_engine.layers.rotary import cos_sin_table
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.parallel.groups import ParallelContext, TensorGroup
 from kvern_engine.parallel.layout import ModelShard
-from kvern_kernels import AttentionMetadata, silu_and_mul
+from kvern_kernels import AttentionMetadata, ScaledRows, quantize_rows, silu_and_mul, silu_and_mul_fp8
 
 
 class LlamaAttention:
@@ -54,6 +54,19 @@ class LlamaAttention:
         heads = self.attention(self.qkv_proj(x), positions, cos_sin, kv, meta, wanted)
         return self._group.all_reduce(self.o_proj(heads))
 
+    def fp8(
+        self,
+        x: ScaledRows,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        wanted: Wanted | None = None,
+    ) -> ScaledRows:
+        qkv = self.qkv_proj.scaled(x)
+        out = self.attention(qkv.values, positions, cos_sin, kv, meta, wanted, qkv.scales)
+        return self.o_proj.scaled(quantize_rows(out))
+
     def destinations(self, prefix: str) -> Destinations:
         prefix, head_dim = f"{prefix}self_attn.", self._config.head_dim
         q, kv = self._config.num_heads * head_dim, self._config.num_kv_heads * head_dim
@@ -78,6 +91,9 @@ class LlamaMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._group.all_reduce(self.down_proj(silu_and_mul(self.gate_up_proj(x))))
+
+    def fp8(self, x: ScaledRows) -> ScaledRows:
+        return self.down_proj.scaled(silu_and_mul_fp8(self.gate_up_proj.scaled(x)))
 
     def destinations(self, prefix: str) -> Destinations:
         prefix, inner, total = f"{prefix}mlp.", self._inner, self._total
@@ -121,6 +137,27 @@ class LlamaDecoderLayer:
         x, residual = self.post_attention_norm.add(x, residual)
         return self.mlp(x), residual
 
+    def fp8(
+        self,
+        x: ScaledRows | None,
+        residual: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        wanted: Wanted | None = None,
+    ) -> tuple[ScaledRows, Tensor]:
+        """The layer after `quantize_fp8`: the norms quantize, what reads a product applies the scales of its rows."""
+        if x is None:
+            rows = self.input_norm.fp8(residual)
+        else:
+            rows, residual = self.input_norm.add_fp8(x, residual)
+        x = self.attention.fp8(rows, positions, cos_sin, kv, meta, wanted)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted.index)
+        rows, residual = self.post_attention_norm.add_fp8(x, residual)
+        return self.mlp.fp8(rows), residual
+
     def destinations(self, prefix: str) -> Destinations:
         return {
             f"{prefix}input_layernorm.weight": whole(self.input_norm.weight),
@@ -148,6 +185,7 @@ class LlamaForCausalLM:
         parallel: ParallelContext | None = None,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        self.is_fp8 = False
         self.cos_sin = cos_sin_table(
             config.head_dim, max_positions, config.rope_theta, config.rope_scaling, device
         )  # first: it refuses what it does not know before memory is taken
@@ -186,6 +224,8 @@ class LlamaForCausalLM:
         if residual is None:
             assert self.embed_tokens is not None, "a later stage takes the residual stream"
             residual = self.embed_tokens(token_ids)
+        if self.is_fp8:
+            return self._forward_fp8(residual, positions, kv_caches, meta, wanted)
         x, cos_sin = None, self.cos_sin
         last = self.layers[-1] if self.norm is not None else None
         for layer, kv in zip(self.layers, kv_caches, strict=True):
@@ -194,6 +234,21 @@ class LlamaForCausalLM:
         if self.norm is None:
             return residual if x is None else x + residual
         return self.norm(residual) if x is None else self.norm.add(x, residual)[0]
+
+    def _forward_fp8(
+        self,
+        residual: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        meta: AttentionMetadata,
+        wanted: Wanted | None,
+    ) -> Tensor:
+        x, last = None, self.layers[-1]
+        for layer, kv in zip(self.layers, kv_caches, strict=True):
+            only = wanted if layer is last else None
+            x, residual = layer.fp8(x, residual, positions, self.cos_sin, kv, meta, only)
+        assert x is not None and self.norm is not None, "only models on one rank are quantized"
+        return self.norm.add_scaled(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`hidden` [R, hidden_size] -> [R, vocab_size] in the model's dtype, the same on every rank of the last
@@ -219,6 +274,21 @@ class LlamaForCausalLM:
             name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
             found[name] = vocabulary_rows(self.lm_head.weight, shard.vocab, config.vocab_size)
         return found
+
+    def quantize_fp8(self) -> int:
+        """After loading: keep the layers' weights in FP8, one scale a matrix (embedding and LM head stay as they are);
+        bytes that are saved."""
+        self.is_fp8 = True
+        saved = 0
+        for layer in self.layers:
+            for linear in (
+                layer.attention.qkv_proj,
+                layer.attention.o_proj,
+                layer.mlp.gate_up_proj,
+                layer.mlp.down_proj,
+            ):
+                saved += linear.quantize_fp8()
+        return saved
 
     def add_cpu_layouts(self) -> None:
         """After loading, on a CPU: keep the weights as they multiply fastest, at the price of memory (`Linear`)."""

@@ -128,10 +128,11 @@ class EngineClient:
         num_engines: int,
         metrics: Metrics | None = None,
         on_last_dead: Callable[[str], None] | None = None,
+        on_ready: Callable[[], object] | None = None,
     ) -> None:
         self.index = index
         self.metrics = metrics
-        self._on_last_dead = on_last_dead
+        self._on_last_dead, self._on_ready = on_last_dead, on_ready
         self._engines = [_Engine(stats=EngineStats(e)) for e in range(num_engines)]
         self._balancer = Balancer(num_engines)
         self._live: dict[str, EngineRequest] = {}
@@ -280,6 +281,8 @@ class EngineClient:
                 engine.state = "ready"
             engine.ready, engine.heard = message, time.monotonic()
             log.info("engine ready", extra=fields(engine=message.engine, blocks=message.num_blocks))
+            if self._on_ready is not None:
+                self._on_ready()
         else:
             self._engine_dead(message)
 

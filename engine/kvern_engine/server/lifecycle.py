@@ -69,10 +69,17 @@ class Lifecycle:
         self._retry_after = max(1, min(30, int(drain_timeout)))
 
     def state(self) -> str:
+        """The pod's state. Ready for the first time when all of its API servers are: the kernel chooses among them.
+
+        To be called when this one may have become ready, too.
+        """
         engines = [e.state for e in self._engines()]
         draining = self.terminating or self.drain_flag.is_set()
         state = pod_state(engines, draining=draining, was_ready=self._was_ready, loaded=self.loaded)
-        if state == "ready":
+        if state == "ready" and not self._was_ready:
+            self._metrics.say_ready()
+            if not self._metrics.all_ready():
+                return "loading"
             self._was_ready = True
         return state
 

@@ -89,7 +89,7 @@ def build_state(config: EngineConfig, files: ModelFiles, index: int, socket_dir:
         num_servers=config.api_server_count,
         view=lambda: pod_view(config, client, lifecycle),
     )
-    client = EngineClient(index, socket_dir, num_engines, metrics)
+    client = EngineClient(index, socket_dir, num_engines, metrics, on_ready=lambda: lifecycle.state())
     lifecycle = Lifecycle(
         DrainFlag(Path(socket_dir)),
         metrics,
@@ -106,11 +106,12 @@ async def load_reader(state: ServerState, files: ModelFiles) -> None:
 
     def load() -> tuple[PromptReader, dict[str, Any]]:
         tokenizer = load_tokenizer(files, config.tokenizer, config.chat_template)
-        reader = PromptReader(tokenizer, max(tokenizer.vocab_size, read_model_config(files).vocab_size))
+        reader = PromptReader(tokenizer, read_model_config(files).vocab_size)
         return reader, read_generation_config(files)
 
     state.reader, state.sampling_defaults = await asyncio.to_thread(load)
     state.lifecycle.loaded = True
+    state.lifecycle.state()
     # What is here now stays: the garbage collector need not look at it again in the middle of a stream.
     gc.collect()
     gc.freeze()

@@ -21,7 +21,10 @@ R = TypeVar("R")
 
 
 class PromptReader:
-    """Turns prompts into token ids for one tokenizer; `vocab_size` is the model's."""
+    """Turns prompts into token ids for one tokenizer; `vocab_size` is the model's.
+
+    A tokenizer may know tokens that the model has no row for: they must not reach a worker, which they would break.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokenizer = tokenizer
@@ -61,8 +64,12 @@ class PromptReader:
                     code="string_above_max_length",
                 )
         if len(text) <= _INLINE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=special)
-        return await self.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=special))
+            ids = self.tokenizer.encode(text, add_special_tokens=special)
+        else:
+            ids = await self.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=special))
+        if self.tokenizer.vocab_size > self.vocab_size:
+            self.check_ids(ids, "messages" if chat else "prompt")
+        return ids
 
     async def completion_prompts(self, prompt: Any, *, special: bool, capacity: int, most: int) -> list[list[int]]:
         """Token ids of each prompt of a completions request. Raises ApiError 400."""
@@ -80,11 +87,12 @@ class PromptReader:
             ids.append(tokens)
         return ids
 
-    def check_ids(self, tokens: list[int], where: str) -> None:
-        """Raises ApiError 400 for ids outside the vocabulary."""
-        if tokens and (min(tokens) < 0 or max(tokens) >= self.vocab_size):
-            bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
-            text = f"{where}: token id {bad} is outside the vocabulary (0..{self.vocab_size - 1})."
+    def check_ids(self, tokens: list[int], where: str, *, to_read: bool = False) -> None:
+        """Raises ApiError 400 for ids outside the model's vocabulary or, where they are only read, the tokenizer's."""
+        size = max(self.vocab_size, self.tokenizer.vocab_size) if to_read else self.vocab_size
+        if tokens and (min(tokens) < 0 or max(tokens) >= size):
+            bad = next(t for t in tokens if not 0 <= t < size)
+            text = f"{where}: token id {bad} is outside the vocabulary (0..{size - 1})."
             raise ApiError(text, param=where.partition("[")[0])
 
     async def chat_text(

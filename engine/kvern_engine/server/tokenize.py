@@ -57,7 +57,7 @@ class TokenizeEndpoints:
         asked = parse_body(DetokenizeRequest, body)
         state.check_model(asked.model)
         reader, _ = state.loaded()
-        reader.check_ids(asked.tokens, "tokens")
+        reader.check_ids(asked.tokens, "tokens", to_read=True)
         tokenizer = reader.tokenizer
         text = await reader.off_loop(lambda: tokenizer.decode(asked.tokens, skip_special_tokens=False))
         return json_response({"prompt": text})

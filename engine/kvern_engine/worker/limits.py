@@ -10,6 +10,7 @@ from kvern_engine.config import EngineConfig
 from kvern_engine.parallel.layout import Layout
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_FP8_CAPABILITY = (8, 9)  # from which FP8 is multiplied in hardware
 _BF16_CAPABILITY = (8, 0)  # NVIDIA compute capability from which bfloat16 is computed in hardware
 
 
@@ -92,12 +93,27 @@ def check_supported(config: EngineConfig) -> None:
     """Raises ValueError for what a worker cannot do yet, rather than ignoring it."""
     later = {
         "kv_cache_dtype": (config.kv_cache_dtype, "auto"),
-        "quantization": (config.quantization, None),
         "batch_invariant": (config.batch_invariant, False),
     }
     for name, (value, only) in later.items():
         if value != only:
             raise ValueError(f"{name}={value} is not supported yet; leave it at {only}")
+    if config.quantization is not None and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"quantization={config.quantization} with several ranks an engine is not supported yet; use "
+            "data_parallel_size, or leave quantization out"
+        )
+    if config.quantization == "fp8_per_channel":
+        raise ValueError("quantization=fp8_per_channel is not supported yet; use fp8 or fp8_per_tensor")
+
+
+def check_fp8(quantization: str | None, device: str, capability: tuple[int, int] | None) -> None:
+    """Raises ValueError where a GPU has no FP8 arithmetic for the `quantization` that was asked for."""
+    if quantization is not None and device == "cuda" and capability is not None and capability < _FP8_CAPABILITY:
+        raise ValueError(
+            f"quantization={quantization} needs a GPU of compute capability 8.9 or later, this one has "
+            f"{capability[0]}.{capability[1]}; leave quantization out"
+        )
 
 
 def cpu_threads(explicit: str | None, openmp: str | None, cores: int, ranks: int) -> int:

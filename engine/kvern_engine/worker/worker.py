@@ -186,6 +186,7 @@ class Worker:
 
     def _dtype(self) -> torch.dtype:
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        limits.check_fp8(self.config.quantization, self.device.type, capability)
         choice = limits.choose_dtype(self.config.dtype, self.device.type, capability)
         if choice.note:
             log.warning(choice.note)
@@ -212,7 +213,9 @@ class Worker:
             size = random_weights(self.model, self.config.seed)
         else:
             size = load_weights(self.model, files, report)
-        if self.device.type == "cpu" and size <= CPU_LAYOUT_BYTES:
+        if self.config.quantization is not None:
+            size -= self.model.quantize_fp8()
+        elif self.device.type == "cpu" and size <= CPU_LAYOUT_BYTES:
             self.model.add_cpu_layouts()
         self.tables = RowTables(
             max_num_seqs=self.step_limits.max_num_seqs,

@@ -252,7 +252,7 @@ class Connection:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.settimeout(30)
         self.socket.connect(server.address)
-        self.socket.sendall(request_bytes(path, body))
+        self.socket.sendall(request_bytes(path, body, "Connection: close"))
         self.received = b""
 
     def read_until(self, text: bytes) -> None:

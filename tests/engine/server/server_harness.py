@@ -70,6 +70,11 @@ class LiveServer:
         await asyncio.gather(*serving)
         self.state.client.close()
 
+    def load_now(self) -> None:
+        """What `load=False` left out."""
+        files = resolve_model(self.config.model)
+        asyncio.run_coroutine_threadsafe(load_reader(self.state, files), self.loop).result(20)
+
     def terminate(self) -> None:
         """As a SIGTERM would."""
         self.loop.call_soon_threadsafe(self.terminator.signalled)

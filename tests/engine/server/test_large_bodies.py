@@ -10,6 +10,7 @@ import pytest
 from server_harness import Setup
 
 from kvern_engine.server.errors import ApiError
+from kvern_engine.server.prompts import PromptReader
 from kvern_engine.server.protocol import (
     MAX_IDS,
     ChatRequest,
@@ -85,6 +86,22 @@ def test_text_beyond_what_is_tokenized(live: Setup, http: httpx.Client) -> None:
     chat = {"messages": [{"role": "user", "content": long}]}
     assert http.post("/tokenize", json=chat).json()["error"]["message"].startswith("messages must be at most 2097152")
     assert http.post("/tokenize", json={"prompt": "beginning " * 5000}).json()["count"] > 5000
+
+
+async def test_tokens_that_the_model_has_no_row_for_are_refused(tokenizer: Tokenizer) -> None:
+    """Some models' tokenizers have more tokens than their embedding has rows; one in a prompt would end the worker."""
+    reader = PromptReader(tokenizer, vocab_size=500)
+    try:
+        assert await reader.encode(" the", special=False, capacity=99) == [259]
+        (lord,) = tokenizer.encode(" Lord", add_special_tokens=False)
+        for chat, field in ((False, "prompt"), (True, "messages")):
+            with pytest.raises(ApiError, match=rf"{field}: token id {lord} is outside the vocabulary \(0..499\)"):
+                await reader.encode("And the Lord", special=False, capacity=99, chat=chat)
+        reader.check_ids([499, tokenizer.vocab_size - 1], "tokens", to_read=True)
+        with pytest.raises(ApiError):
+            reader.check_ids([500], "prompt")
+    finally:
+        reader.close()
 
 
 def test_a_long_text_is_tokenized_beside_other_threads(tokenizer: Tokenizer) -> None:

@@ -230,6 +230,20 @@ class TestDrain:
         await Gateway(app, BearerKeys([]), None)(scope, receive, send)
         assert seen == ["read", "read", "read", "http.response.start", "http.response.body"]
 
+    def test_the_pod_is_ready_when_all_its_servers_are(self, setup: Setup, tokenizer: Tokenizer) -> None:
+        """The kernel chooses which of them gets a connection."""
+        setup.core(servers=2)
+        first = setup.server(index=0, api_server_count=2)
+        first.wait_for(200, "/health")
+        assert httpx.get(first.url + "/ready").json()["status"] == "loading"
+        second = setup.server(index=1, api_server_count=2, load=False)
+        wait_until(lambda: second.state.client.capacity)
+        assert [httpx.get(s.url + "/ready").status_code for s in (first, second)] == [503, 503]
+        assert httpx.post(first.url + CHAT, json=BODY).json()["error"]["code"] == "loading"
+        second.load_now()
+        first.wait_for(200)
+        second.wait_for(200)
+
     def test_all_servers_of_the_pod_drain(self, setup: Setup, tokenizer: Tokenizer) -> None:
         setup.core(servers=2)
         servers = [setup.server(index=i, api_server_count=2) for i in range(2)]

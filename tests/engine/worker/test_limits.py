@@ -72,7 +72,7 @@ def test_step_limits_by_device() -> None:
     ("fields", "text"),
     [
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 is not supported yet; leave it at auto"),
-        ({"quantization": "fp8"}, "quantization=fp8 is not supported yet"),
+        ({"quantization": "fp8_per_channel"}, "quantization=fp8_per_channel is not supported yet"),
         ({"batch_invariant": True}, "batch_invariant=True is not supported yet"),
     ],
 )

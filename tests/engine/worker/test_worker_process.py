@@ -94,7 +94,7 @@ def test_the_next_plan_is_taken_while_one_runs(start) -> None:  # type: ignore[n
 
 def test_a_refusal_reaches_the_core(start, tiny_path: str) -> None:  # type: ignore[no-untyped-def]
     child = start(model=tiny_path, device="cpu", max_model_len=4000)
-    with pytest.raises(WorkerDiedError, match="max_model_len must be at most 512"):
+    with pytest.raises(ValueError, match="max_model_len must be at most 512"):
         child.client.wait_ready()
     assert child.process.wait(10) == 1
 

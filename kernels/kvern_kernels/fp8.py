@@ -1,0 +1,90 @@
+"""FP8 (E4M3) products with one scale a weight tensor and one scale a row of activations: torch reference.
+
+Rows are quantized by their own largest element where they are made (by the norm, by SwiGLU), so that a row's result
+does not depend on the rows beside it. The product itself takes only the weight's scale: `fp8_linear` returns rows that
+are still to be multiplied by their scales, and the operation that reads them does that. So the vendor's per-tensor
+kernels serve, which are 1.6 times faster than its row-wise ones at few rows. The Triton kernels are in `fp8_triton.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .norm import rms_norm
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+TINY = 1e-12  # so that a row of zeros stays zeros
+
+
+@dataclass
+class ScaledRows:
+    """Row i is `values[i]` * `scales[i]`: `values` [T, K] in E4M3, or a wider product; `scales` [T] float32."""
+
+    values: Tensor
+    scales: Tensor
+
+    def index_select(self, index: Tensor) -> "ScaledRows":
+        """The rows at `index` [S] int64."""
+        return ScaledRows(self.values.index_select(0, index), self.scales.index_select(0, index))
+
+    def restore(self, dtype: torch.dtype) -> Tensor:
+        """[T, K] in `dtype`, scaled."""
+        return (self.values.float() * self.scales.unsqueeze(1)).to(dtype)
+
+
+@dataclass
+class Fp8Weight:
+    """A weight: `values` [N, K] E4M3 times `scale` (float32, no dimensions)."""
+
+    values: Tensor
+    scale: Tensor
+
+    @classmethod
+    def quantize(cls, weight: Tensor) -> "Fp8Weight":
+        """`weight` [N, K] of any float type; 256 MB at a time need float32."""
+        scale = (weight.abs().amax().float() / FP8_MAX).clamp(min=TINY)
+        values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+        step = max(1, (1 << 26) // weight.shape[1])
+        for first in range(0, weight.shape[0], step):
+            part = weight[first : first + step].float() / scale
+            values[first : first + step] = part.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+        return cls(values, scale)
+
+
+def quantize_rows(x: Tensor) -> ScaledRows:
+    """`x` [T, K] of any float type, each row by its largest element."""
+    wide = x.float()
+    scales = (wide.abs().amax(dim=-1) / FP8_MAX).clamp(min=TINY)
+    return ScaledRows((wide / scales.unsqueeze(1)).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales)
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> ScaledRows:
+    """The norm of `x` [T, H], quantized by rows."""
+    return quantize_rows(rms_norm(x.float(), weight.float(), eps))
+
+
+def add_rms_norm_fp8(x: ScaledRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[ScaledRows, Tensor]:
+    """(norm of x + residual, quantized by rows; x + residual). `x` and `residual` [T, H]; the sum overwrites
+    `residual`."""
+    residual.add_(x.restore(residual.dtype))
+    return rms_norm_fp8(residual, weight, eps), residual
+
+
+def add_rms_norm_scaled(x: ScaledRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm of x + residual in residual's dtype, x + residual); the sum overwrites `residual`."""
+    residual.add_(x.restore(residual.dtype))
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_and_mul_fp8(x: ScaledRows) -> ScaledRows:
+    """silu(gate) * up of `x` [T, 2F] = gate | up, quantized by rows: [T, F]."""
+    gate, up = x.restore(torch.float32).chunk(2, dim=-1)
+    return quantize_rows(torch.nn.functional.silu(gate) * up)
+
+
+def fp8_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRows:
+    """The product of `x` [T, K] with `weight` [N, K] transposed, its values in `dtype`: [T, N] with the scales of x."""
+    product = x.values.float() @ weight.values.float().t() * weight.scale
+    return ScaledRows(product.to(dtype), x.scales)

@@ -1,0 +1,158 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+"""FP8 activations on a GPU: quantization by rows inside RMSNorm and SwiGLU (a program a row), and the vendor's product.
+The reference is `fp8.py`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .fp8 import FP8, Fp8Weight, ScaledRows
+
+
+@triton.jit
+def _store_quantized(row, values, inside, offsets, out_ptr, out_scales_ptr, width):
+    """Write one row, float32, by its largest element."""
+    scale = tl.maximum(tl.max(tl.abs(tl.where(inside, values, 0.0)), axis=0) / 448.0, 1e-12)
+    quantized = tl.minimum(tl.maximum(values / scale, -448.0), 448.0)
+    tl.store(out_ptr + row * width + offsets, quantized.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_scales_ptr + row, scale)
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    scales_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    out_scales_ptr,
+    x_stride,
+    residual_stride,
+    width,
+    eps,
+    SCALED: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < width
+    x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        x *= tl.load(scales_ptr + row)
+    if ADD:
+        target = residual_ptr + row * residual_stride + offsets
+        dtype = residual_ptr.dtype.element_ty
+        total = (x.to(dtype).to(tl.float32) + tl.load(target, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(target, total, mask=inside)
+        x = total.to(tl.float32)
+    if NORM:
+        x *= tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+        x *= tl.load(weight_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if QUANTIZE:
+        _store_quantized(row, x, inside, offsets, out_ptr, out_scales_ptr, width)
+    else:
+        tl.store(out_ptr + row * width + offsets, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_kernel(x_ptr, scales_ptr, out_ptr, out_scales_ptr, x_stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < width
+    scale = tl.load(scales_ptr + row)
+    gate = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32) * scale
+    up = tl.load(x_ptr + row * x_stride + width + offsets, mask=inside, other=0.0).to(tl.float32) * scale
+    _store_quantized(row, gate * tl.sigmoid(gate) * up, inside, offsets, out_ptr, out_scales_ptr, width)
+
+
+def _launch(
+    x: Tensor,
+    scales: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> ScaledRows:
+    """The result in `dtype`; its scales are set where that is E4M3."""
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=dtype, device=x.device)
+    out_scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        block = triton.next_power_of_2(width)
+        added = x if residual is None else residual
+        _norm_kernel[(rows,)](
+            x,
+            x if scales is None else scales,
+            added,
+            x if weight is None else weight,
+            out,
+            out_scales,
+            x.stride(0),
+            added.stride(0),
+            width,
+            eps,
+            SCALED=scales is not None,
+            ADD=residual is not None,
+            NORM=weight is not None,
+            QUANTIZE=dtype == FP8,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )
+    return ScaledRows(out, out_scales)
+
+
+def quantize_rows(x: Tensor) -> ScaledRows:
+    """As `fp8.quantize_rows` for `x` [T, K] whose last dimension is contiguous."""
+    return _launch(x, None, None, None, 0.0, FP8)
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> ScaledRows:
+    """As `fp8.rms_norm_fp8`."""
+    return _launch(x, None, None, weight, eps, FP8)
+
+
+def add_rms_norm_fp8(x: ScaledRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[ScaledRows, Tensor]:
+    """As `fp8.add_rms_norm_fp8`."""
+    return _launch(x.values, x.scales, residual, weight, eps, FP8), residual
+
+
+def add_rms_norm_scaled(x: ScaledRows, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `fp8.add_rms_norm_scaled`."""
+    return _launch(x.values, x.scales, residual, weight, eps, residual.dtype).values, residual
+
+
+def silu_and_mul_fp8(x: ScaledRows) -> ScaledRows:
+    """As `fp8.silu_and_mul_fp8`."""
+    rows, width = x.values.shape[0], x.values.shape[1] // 2
+    out = torch.empty(rows, width, dtype=FP8, device=x.values.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.values.device)
+    if rows:
+        block = triton.next_power_of_2(width)
+        _silu_kernel[(rows,)](
+            x.values, x.scales, out, scales, x.values.stride(0), width, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return ScaledRows(out, scales)
+
+
+_ones: dict[torch.device, Tensor] = {}
+
+
+def fp8_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRows:
+    """As `fp8.fp8_linear`, by cuBLAS. Measured on an H200, a layer's four products at 32, 256 and 8,000 rows: 69, 104
+    and 2,435 us, where bf16 takes 126, 182 and 5,073."""
+    values = x.values
+    if not values.shape[0]:
+        return ScaledRows(torch.empty(0, weight.values.shape[0], dtype=dtype, device=values.device), x.scales)
+    one = _ones.get(values.device)
+    if one is None:
+        one = _ones[values.device] = torch.ones((), dtype=torch.float32, device=values.device)
+    product = torch._scaled_mm(
+        values, weight.values.t(), scale_a=one, scale_b=weight.scale, out_dtype=dtype, use_fast_accum=True
+    )
+    return ScaledRows(product, x.scales)

@@ -1,0 +1,91 @@
+"""`--quantization fp8` on the torch references: the model's logits against the same model with dequantized weights."""
+
+import pytest
+import torch
+from worker_harness import GREEDY, plan
+
+from kvern_engine.config import EngineConfig
+from kvern_engine.core.plan import AddedRow
+from kvern_engine.layers.linear import Linear
+from kvern_engine.worker import limits
+from kvern_engine.worker.worker import Worker
+from kvern_kernels import Fp8Weight, fp8
+
+
+def make(spec: str, **config: object) -> Worker:
+    worker = Worker(EngineConfig(model=spec, device="cpu", num_gpu_blocks_override=16, max_num_seqs=4, **config))
+    worker.load()
+    return worker
+
+
+def logits(worker: Worker, ids: list[int]) -> torch.Tensor:
+    """Of a prompt in two chunks, the second beside another row."""
+    added = [AddedRow(0, "a", ids, len(ids), [1, 2, 3], GREEDY), AddedRow(1, "b", ids[:5], 5, [4], GREEDY)]
+    first = worker.execute(plan(0, [(0, 0, 20, False)], added=added), return_logits=True)
+    second = worker.execute(plan(1, [(0, 20, len(ids) - 20, True), (1, 0, 5, True)]), return_logits=True)
+    assert first.logits is not None and second.logits is not None
+    return torch.cat([first.logits[0], second.logits[0], second.logits[1]])
+
+
+def test_logits_are_near_those_of_the_dequantized_weights(tiny_path: str) -> None:
+    ids = [(7 * i * i + 3) % 2000 for i in range(40)]
+    quantized = make(tiny_path, quantization="fp8")
+    plain = make(tiny_path)
+    exact = logits(plain, ids)
+    for layer in plain.model.layers:  # type: ignore[attr-defined]
+        for linear in (layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+            packed = Fp8Weight.quantize(_weight(linear))
+            linear.weight = packed.values.float() * packed.scale
+            linear._packed = linear._transposed = None
+    reference, got = logits(plain, ids), logits(quantized, ids)
+    assert float((got - reference).norm() / reference.norm()) < 0.08  # what activations in FP8 cost
+    assert 0 < float((reference - exact).norm() / exact.norm()) < 0.1  # what weights in FP8 cost
+    assert float((got.argmax(-1) == reference.argmax(-1)).float().mean()) > 0.7
+
+
+def _weight(linear: Linear) -> torch.Tensor:
+    return linear.weight if linear._transposed is None else linear._transposed.t().contiguous()
+
+
+def test_weights_take_half_the_memory(tiny_path: str) -> None:
+    worker = Worker(EngineConfig(model=tiny_path, device="cpu", num_gpu_blocks_override=16, max_num_seqs=4))
+    plain = worker.load().weight_bytes
+    worker = Worker(
+        EngineConfig(model=tiny_path, device="cpu", num_gpu_blocks_override=16, max_num_seqs=4, quantization="fp8")
+    )
+    quantized = worker.load().weight_bytes
+    layers = 4 * (128 * 256 + 128 * 128 + 3 * 128 * 384)  # elements of the layers' matrices; float32 before
+    assert plain - quantized == 3 * layers
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)) * torch.tensor([[1.0], [1e3], [1e-3]])
+    alone = [fp8.quantize_rows(x[i : i + 1]) for i in range(3)]
+    together = fp8.quantize_rows(x)
+    for i in range(3):
+        assert torch.equal(together.values[i].float(), alone[i].values[0].float())
+        assert float((together.restore(torch.float32)[i] - x[i]).abs().max() / x[i].abs().max()) < 0.04
+    assert fp8.quantize_rows(torch.zeros(1, 8)).restore(torch.float32).abs().sum() == 0
+
+
+def test_a_bias_is_added_to_the_scaled_product() -> None:
+    torch.manual_seed(2)
+    layer = Linear(64, 32, bias=True, dtype=torch.float32, device=torch.device("cpu"))
+    layer.weight.normal_()
+    assert layer.bias is not None
+    layer.bias.normal_()
+    x = torch.randn(5, 64)
+    expected = layer(x)
+    assert layer.quantize_fp8() == 3 * 64 * 32
+    got = layer.scaled(fp8.quantize_rows(x)).restore(torch.float32)
+    assert float((got - expected).norm() / expected.norm()) < 0.06
+
+
+def test_what_cannot_be_done_is_said() -> None:
+    with pytest.raises(ValueError, match="quantization=fp8_per_channel is not supported yet; use fp8"):
+        limits.check_supported(EngineConfig(model="m", quantization="fp8_per_channel"))
+    with pytest.raises(ValueError, match=r"quantization=fp8 needs a GPU of compute capability 8\.9 or later, .* 8\.0"):
+        limits.check_fp8("fp8", "cuda", (8, 0))
+    limits.check_fp8("fp8", "cuda", (9, 0))
+    limits.check_fp8("fp8", "cpu", None)
+    limits.check_fp8(None, "cuda", (7, 5))
