@@ -98,7 +98,7 @@ def test_pods_meet_and_part(context: zmq.Context) -> None:
     text = leader.missing_text()
     assert "node 1 (ranks 2 and 3) of 2 did not join within 0 s" in text and "--node-rank 1" in text
     follower.say(join(of))
-    assert follower.hear(leader) == [Beat(0)]
+    assert set(follower.hear(leader)) == {Beat(0)}
     assert leader.missing() == [] and leader.place(1) == "node 1 (127.0.0.3)"
     meeting = leader.welcome()
     assert set(meeting) == {0} and meeting[0].startswith("tcp://127.0.0.2:")
@@ -149,7 +149,7 @@ def test_the_second_pod_of_one_rank_is_refused_and_the_first_goes_on(context: zm
     of = config()
     leader, first, second = Leader(context, of), Follower(context, of), Follower(context, of, b"two")
     first.say(join(of))
-    assert first.hear(leader) == [Beat(0)]
+    assert set(first.hear(leader)) == {Beat(0)}
     second.say(Join(1, "127.0.0.4", 4000, __version__, shared_settings(of)))
     (answer,) = second.hear(leader)
     assert isinstance(answer, Refused)

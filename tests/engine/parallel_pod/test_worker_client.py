@@ -137,6 +137,14 @@ def test_a_failure_of_second_hand_is_told_where_nobody_else_is_to_blame(make) ->
         client.collect(5.0)
 
 
+def test_a_rank_that_cannot_load_is_quoted(make) -> None:
+    client, ranks = make(2)
+    ranks[0].say(READY)
+    ranks[1].say(WorkerFailed(1, "load", "max_model_len must be at most 512"))
+    with pytest.raises(ValueError, match=r"^max_model_len must be at most 512$"):
+        client.wait_ready()
+
+
 def test_missing_workers_are_named(make, tmp_path: Path) -> None:
     context: zmq.Context = zmq.Context()
     _, ranks = make(1)
