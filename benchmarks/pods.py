@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,8 @@ class Pod:
         env: dict[str, str] | None = None,
     ) -> None:
         self.tmp = tmp or tempfile.mkdtemp(prefix="pod-")
+        if tmp is None:
+            weakref.finalize(self, shutil.rmtree, self.tmp, ignore_errors=True)
         command = [*prefix, sys.executable, "-m", "kvern_engine.cli", "serve", str(TINY), "--served-model-name", "tiny"]
         command += ["--device", device, "--port", "0", *flags]
         path = os.pathsep.join([*(str(ROOT / part) for part in ("kernels", "engine", "operator"))])
