@@ -24,7 +24,7 @@ class ChildSpec(msgspec.Struct):
     supervisor_pid: int
     config: str  # EngineConfig as JSON
     human_logs: bool = False
-    worker_pids: list[int] = []  # for a core: its workers in rank order; empty: the worker runs in its process
+    peers: list[tuple[int, int | None, str]] = []  # for a core: its workers (rank, pid, place); empty: in its process
     num_engines: int = 1
     num_servers: int = 1
     listen_fd: int = -1
@@ -48,8 +48,9 @@ def run(spec: ChildSpec) -> int:
         return 0
     if spec.kind == "core":
         from kvern_engine.core_process import core_main
+        from kvern_engine.worker_client import Peer
 
-        return core_main(config, spec.engine, spec.socket_dir, spec.worker_pids, spec.num_servers)
+        return core_main(config, spec.engine, spec.socket_dir, [Peer(*p) for p in spec.peers], spec.num_servers)
     from kvern_engine.server.main import server_main
 
     server_main(config, spec.index, spec.socket_dir, spec.listen_fd, spec.admin_fd, spec.num_engines)

@@ -94,6 +94,20 @@ class EngineConfig(BaseModel):
     tensor_parallel_size: int = _flag(1, "Devices each layer is split over.", "Parallelism", ge=1)
     pipeline_parallel_size: int = _flag(1, "Stages the layers are split into.", "Parallelism", ge=1)
     data_parallel_size: int = _flag(1, "Engines behind this one port.", "Parallelism", ge=1)
+    nnodes: int = _flag(1, "Pods that share the ranks; each is started with its own node_rank.", "Parallelism", ge=1)
+    node_rank: int = _flag(0, "Which of the pods this is; 0 leads and serves HTTP.", "Parallelism", ge=0)
+    master_addr: str | None = _flag(
+        None, "DNS name or address of the leading pod, the same in all pods.", "Parallelism"
+    )
+    master_port: int = _flag(29501, "Port at which the leading pod meets the others.", "Parallelism", ge=1, le=65535)
+    node_addr: str | None = _flag(
+        None,
+        "Address of this pod that the others reach it at. Default: that from which it reaches master_addr.",
+        "Parallelism",
+    )
+    distributed_timeout_seconds: float = _flag(
+        300.0, "How long ranks and pods wait for each other when they start.", "Parallelism", gt=0
+    )
 
     device: Literal["auto", "cuda", "cpu", "sim"] = _flag(
         "auto", "Where to compute; sim computes nothing and takes an H200's time.", "Execution"
@@ -133,4 +147,26 @@ class EngineConfig(BaseModel):
             raise ValueError("trust_remote_code=True: Kvern never runs code that a model brings; remove the flag")
         if self.admin_port is not None and not self.admin_token_file:
             raise ValueError("admin_port needs admin_token_file: the admin port is never open without a token")
+        world = self.data_parallel_size * self.pipeline_parallel_size * self.tensor_parallel_size
+        if world > self.data_parallel_size and self.distributed_executor_backend == "uni":
+            raise ValueError(
+                "distributed_executor_backend=uni runs the worker in the core's process, which is for engines of one "
+                "device; leave it at auto with tensor_parallel_size or pipeline_parallel_size above 1"
+            )
+        self._check_nodes(world)
         return self
+
+    def _check_nodes(self, world: int) -> None:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"node_rank must be within 0..{self.nnodes - 1} (nnodes {self.nnodes}), got {self.node_rank}"
+            )
+        if self.nnodes > 1 and not self.master_addr:
+            raise ValueError(f"nnodes={self.nnodes} needs master_addr: the name or address of the pod with node_rank 0")
+        if world % self.nnodes:
+            raise ValueError(
+                f"nnodes must divide the {world} ranks (data_parallel_size x pipeline_parallel_size x "
+                f"tensor_parallel_size), got {self.nnodes}"
+            )
+        if self.nnodes > 1 and self.distributed_executor_backend == "uni":
+            raise ValueError("distributed_executor_backend=uni is for one pod; leave it at auto with nnodes above 1")

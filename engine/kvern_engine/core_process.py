@@ -14,24 +14,17 @@ from typing import NoReturn
 import zmq
 
 from kvern_engine.assemble import build_core
+from kvern_engine.capacity import feasible_layouts, model_shape
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.loop import EngineCore, OutputsByClient, WorkerDiedError
 from kvern_engine.core.plan import WorkerProgress, WorkerReady
 from kvern_engine.ipc import AddRequest, CoreReady, EngineDead, EngineStats, Outputs
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import resolve_model
-from kvern_engine.transport import (
-    SUPERVISOR_IN,
-    InprocWorkerClient,
-    ProcessWorkerClient,
-    bind,
-    connect,
-    core_in,
-    decode_to_core,
-    drain,
-    encode,
-    server_in,
-)
+from kvern_engine.parallel.layout import Layout
+from kvern_engine.transport import SUPERVISOR_IN, bind, connect, core_in, decode_to_core, drain, encode, server_in
+from kvern_engine.worker import memory
+from kvern_engine.worker_client import GroupWorkerClient, InprocWorkerClient, Peer, group_client
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +33,13 @@ EXIT_SAID_WHY = 3
 
 
 def core_main(
-    config_json: bytes, engine: int, socket_dir: str, worker_pids: Sequence[int] = (), num_servers: int = 1
+    config_json: bytes, engine: int, socket_dir: str, peers: Sequence[Peer] = (), num_servers: int = 1
 ) -> int:
     """Run core `engine` until it is killed or cannot go on; returns its exit status.
 
-    `worker_pids`: the processes of its workers in rank order; none: the worker runs in this process.
+    `peers`: its workers in rank order; none: the worker runs in this process.
     """
-    process = CoreProcess(EngineConfig.model_validate_json(config_json), engine, socket_dir, worker_pids, num_servers)
+    process = CoreProcess(EngineConfig.model_validate_json(config_json), engine, socket_dir, peers, num_servers)
     try:
         process.start()
         process.serve()
@@ -63,11 +56,9 @@ def core_main(
 class CoreProcess:
     """The sockets of one core around its EngineCore."""
 
-    def __init__(
-        self, config: EngineConfig, engine: int, folder: str, worker_pids: Sequence[int], num_servers: int
-    ) -> None:
+    def __init__(self, config: EngineConfig, engine: int, folder: str, peers: Sequence[Peer], num_servers: int) -> None:
         self._config, self._engine, self._folder = config, engine, folder
-        self._worker_pids = worker_pids
+        self._peers = peers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = bind(self._context, zmq.PULL, folder, core_in(engine))
         self._servers = [
@@ -84,23 +75,33 @@ class CoreProcess:
         """Wait for the worker and tell everybody that this engine takes requests."""
         began = time.monotonic()
         model_config = read_model_config(resolve_model(self._config.model, self._config.revision))
-        worker = self._make_worker()
+        worker = self._worker = self._make_worker()
         ready = worker.wait_ready(self._progress)
         self._core = build_core(self._config, self._engine, worker, ready, model_config.eos_token_ids)
         worker.watch(self._poller)
-        message = CoreReady(
-            self._engine, ready.num_blocks, ready.block_size, ready.max_model_len, self._info(ready, began)
-        )
+        feasible = feasible_layouts(model_shape(self._config), self._config, ready, self._host_kv(ready))
+        info = self._info(ready, began)
+        message = CoreReady(self._engine, ready.num_blocks, ready.block_size, ready.max_model_len, info, feasible)
         for sock in (*self._servers, self._supervisor):
             sock.send(encode(message))
 
-    def _make_worker(self) -> ProcessWorkerClient | InprocWorkerClient:
-        rank = self._engine  # one worker an engine
-        if self._worker_pids:
-            return ProcessWorkerClient(self._context, self._folder, rank, self._engine, self._worker_pids[0])
+    def _make_worker(self) -> GroupWorkerClient | InprocWorkerClient:
+        if self._peers:
+            client = group_client(self._context, self._folder, self._config, self._engine, self._peers)
+            if self._config.pipeline_parallel_size > 1:
+                client.wake_on(self._inbox)
+            return client
         from kvern_engine.worker import create_worker
 
+        rank = Layout.of(self._config).answering_rank(self._engine)
         return InprocWorkerClient(create_worker(self._config, rank), rank)
+
+    def _host_kv(self, ready: WorkerReady) -> int | None:
+        """Bytes that a rank may take for its KV cache where it computes on this machine's CPU."""
+        if not ready.device.startswith("cpu"):
+            return None
+        ranks = Layout.of(self._config).world // self._config.nnodes
+        return memory.available_on_cpu(memory.available_host_memory(), ranks, memory.CPU_MOST)
 
     def _progress(self, phase: str, fraction: float) -> None:
         self._supervisor.send(encode(WorkerProgress(self._engine, phase, fraction)))
@@ -158,24 +159,31 @@ class CoreProcess:
         """Until a message comes, the worker dies or the next report is due."""
         left = self._report(core) - time.monotonic()
         events = self._poller.poll(max(1, int(left * 1000)))
-        if any(source is not self._inbox for source, _ in events):
-            core.worker.collect(0)  # raises, with what the worker has to say
-            raise WorkerDiedError(self._engine, "its process is gone")
+        if not events or any(source is not self._inbox for source, _ in events):
+            self._worker.check()  # raises, with what the worker has to say
 
     def _report(self, core: EngineCore) -> float:
         """Send the engine's state to every API server if it is due; returns when the next one is."""
         now = time.monotonic()
         if now >= self._report_at:
             self._report_at = now + STATS_SECONDS
+            self._worker.check()
             core.beat()
             self._send({}, core.stats())
         return self._report_at
 
     def give_up(self, reason: str) -> int:
-        """End every request with `reason` and tell the supervisor; returns the exit status."""
-        self._supervisor.send(encode(EngineDead(self._engine, reason, last=False)))
+        """Tell API servers and supervisor why no more comes from here; returns the exit status.
+
+        What was computed goes out first; the API servers end what is left of this engine's requests.
+        """
+        dead = encode(EngineDead(self._engine, reason, last=False))
+        self._supervisor.send(dead)
         if self._core is not None:
-            self._send(self._core.fail_all(reason))
+            undelivered = self._core.fail_all(reason)
+            self._send({c: [o for o in outputs if o.finish_reason != "error"] for c, outputs in undelivered.items()})
+            for sock in self._servers:
+                sock.send(dead)
         for sock in (self._inbox, *self._servers, self._supervisor):
             sock.close()
         return EXIT_SAID_WHY

@@ -52,6 +52,9 @@ REFUSED_FLAGS: dict[str, str] = {
     "disable-log-stats": _LOGS,
     "uvicorn-log-level": "use --log-level",
     "max-log-len": _LOGS,
+    "headless": "a pod with --node-rank above 0 serves no HTTP by itself; leave the flag out",
+    "data-parallel-address": "use --master-addr",
+    "data-parallel-rpc-port": "use --master-port",
     "root-path": "set the path where the proxy in front is configured",
     "download-dir": "set KVERN_CACHE_DIR to the folder that downloads go to",
     "hf-token": "set HF_TOKEN in the environment",
@@ -96,5 +99,7 @@ SHORT = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
     "-q": "--quantization",
 }

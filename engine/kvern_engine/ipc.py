@@ -99,6 +99,7 @@ class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag=True):
     block_size: int
     max_model_len: int
     info: dict[str, str | int | float] = {}  # weights, dtype, device, load seconds: for logs and cache_config_info
+    feasible: dict[int, int] = {}  # tensor parallel size -> tokens of KV cache that the whole pod would then hold
 
 
 class EngineDead(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -1,4 +1,5 @@
-"""The offline Python API: `LLM(model).generate(prompts)` and `.chat(messages)`, core and worker in this process.
+"""The offline Python API: `LLM(model).generate(prompts)` and `.chat(messages)`, core and worker in this process (with
+several ranks, the workers in processes of their own).
 
     from kvern_engine import LLM, SamplingParams
     with LLM("builtin://smollm2-135m") as llm:
@@ -16,15 +17,19 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from kvern_engine.assemble import build_core
+from kvern_engine.capacity import model_shape
 from kvern_engine.config import EngineConfig
+from kvern_engine.core.loop import WorkerDiedError
 from kvern_engine.flags import explain
 from kvern_engine.ipc import AddRequest
 from kvern_engine.loading.config import read_generation_config, read_model_config
 from kvern_engine.loading.resolve import resolve_model
 from kvern_engine.offline import Job, Prompt, check_prompt, parse_prompts
+from kvern_engine.offline_workers import OfflineWorkers
 from kvern_engine.outputs import RequestOutput
+from kvern_engine.parallel.layout import Layout, check_layout
 from kvern_engine.request import SamplingParams
-from kvern_engine.transport import InprocWorkerClient, Progress
+from kvern_engine.worker_client import GroupWorkerClient, InprocWorkerClient, Progress
 
 if TYPE_CHECKING:
     from kvern_engine.core.plan import WorkerReady
@@ -48,8 +53,6 @@ class LLM:
     def __init__(
         self, model: str, *, serving: bool = False, load_progress: Progress | None = None, **engine_args: Any
     ) -> None:
-        from kvern_engine.worker import create_worker
-
         if not serving:
             engine_args.setdefault("long_prefill_token_threshold", _NO_THRESHOLD)
         try:
@@ -59,13 +62,41 @@ class LLM:
         started = time.perf_counter()
         self._files = resolve_model(self.config.model, self.config.revision)
         self.model_config = read_model_config(self._files)
-        self._worker = InprocWorkerClient(create_worker(self.config, 0))
-        self.worker_ready: WorkerReady = self._worker.wait_ready(load_progress)
-        eos = self.model_config.eos_token_ids
-        self.core = build_core(self.config, 0, self._worker, self.worker_ready, eos)
+        self._processes: OfflineWorkers | None = None
+        self._worker = self._make_worker()
+        try:
+            self.worker_ready: WorkerReady = self._worker.wait_ready(load_progress)
+            eos = self.model_config.eos_token_ids
+            self.core = build_core(self.config, 0, self._worker, self.worker_ready, eos)
+        except WorkerDiedError as error:
+            self._end_processes()
+            raise ValueError(error.reason) from None
+        except BaseException:
+            self._end_processes()
+            raise
         self.start_seconds = time.perf_counter() - started
         self._ids = itertools.count()
         self._tokenizer: Tokenizer | None = None
+
+    def _make_worker(self) -> GroupWorkerClient | InprocWorkerClient:
+        """In this process, or one process a rank where the engine has several."""
+        config = self.config
+        if config.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size={config.data_parallel_size} is for `kvern serve`: offline, start one LLM an engine"
+            )
+        if Layout.of(config).engine_size > 1:
+            check_layout(model_shape(config), Layout.of(config))
+            self._processes = OfflineWorkers(config)
+            return self._processes.client
+        from kvern_engine.worker import create_worker
+
+        return InprocWorkerClient(create_worker(config, 0))
+
+    def _end_processes(self) -> None:
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.close()
 
     @property
     def max_model_len(self) -> int:
@@ -204,6 +235,7 @@ class LLM:
         self.core.close()
         self.__dict__.pop("core", None)
         self.__dict__.pop("_worker", None)
+        self._end_processes()
 
     def __enter__(self) -> "LLM":
         return self

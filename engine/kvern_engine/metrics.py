@@ -11,8 +11,8 @@ out of tokens; latency histograms hold requests that ended with stop or length, 
 
 import mmap
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,6 +110,8 @@ class EngineView:
     stats: EngineStats
     num_blocks: int = 0
     block_size: int = 0
+    reason: str | None = None  # why it is dead
+    feasible: Mapping[int, int] = field(default_factory=dict)  # as in its CoreReady
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from types import TracebackType
 
 _PREFIX = "kvern-"
 _LOCK = "lock"
+MIN_FREE = 1 << 20  # bytes; metrics are mapped memory in the folder, which must not run out of pages later on
 # sun_path holds 108 bytes with the final zero; the longest socket name is "worker-9999.out".
 _MAX_FOLDER = 107 - len("/worker-9999.out")
 
@@ -47,7 +48,7 @@ def remove_stale(parent: Path) -> list[Path]:
 class SocketDir:
     """Context manager: a fresh folder (mode 0700) with a short path, removed at the end.
 
-    Raises OSError naming the folder where no short enough path can be made.
+    Raises OSError naming the folder where no short enough path can be made, or where there is no room.
     """
 
     def __init__(self, parent: str | None = None) -> None:
@@ -59,12 +60,22 @@ class SocketDir:
         if len(os.fsencode(self._parent)) + len("/kvern-12345678") > _MAX_FOLDER:
             self._parent = Path("/tmp")  # a long TMPDIR; unix socket paths may not exceed 107 bytes
         remove_stale(self._parent)
+        self._check_room()
         try:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))  # mkdtemp: mode 0700
         except OSError as error:
             raise OSError(f"cannot make a folder for sockets in {self._parent}: {error.strerror}") from error
         self._lock_fd = _try_lock(self.path) or -1
         return self
+
+    def _check_room(self) -> None:
+        found = os.statvfs(self._parent)
+        free = found.f_bavail * found.f_frsize
+        if free < MIN_FREE:
+            raise OSError(
+                f"{self._parent} has {free >> 10} KiB free, and sockets and shared memory need {MIN_FREE >> 10} KiB "
+                "there: make room, or choose another folder with TMPDIR"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -2,8 +2,9 @@
 
 It holds the layout (which worker belongs to which engine) and computes nothing. A worker owns its device and outlives
 cores; a core is CPU-only and replaceable over the same workers; API servers talk to all cores. Today the layout is
-fixed from start to end: one worker an engine, and an engine that has died is not started again (the pod is restarted
-as a whole once its last engine is dead).
+fixed from start to end, and an engine that has died, or has lost one of its workers, is not started again: the others
+go on, and the pod is restarted as a whole once its last engine is dead. Where the ranks are shared by several pods
+(`nodes.py`), this is the leading one; the others run `follower.py`.
 
 Exit status: 0 after SIGTERM or SIGINT and a drain; 1 when it could not start, when the last engine died or when an API
 server died; 130 when a second signal cut the drain short.
@@ -17,23 +18,38 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
 
 from kvern_engine import children, logs
+from kvern_engine.capacity import model_shape
 from kvern_engine.child import ChildSpec
-from kvern_engine.children import Child, how_it_ended
+from kvern_engine.children import Child, Ending, how_it_ended
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import WorkerProgress
+from kvern_engine.devices import check_devices, devices_visible, free_shared_memory, shared_memory_note
 from kvern_engine.ipc import CoreReady, EngineDead
 from kvern_engine.listen import ListenError, listen_tcp, listen_unix, url_of
 from kvern_engine.loading.resolve import ModelNotFoundError, resolve_model
+from kvern_engine.nodes import BEAT_SECONDS, EndEngine, Leader, node_of, ranks_of_node
+from kvern_engine.parallel.layout import Layout, check_layout
 from kvern_engine.probe import http_status
+from kvern_engine.signals import Signals
 from kvern_engine.socket_dir import SocketDir
+from kvern_engine.start_worker import start_worker
 from kvern_engine.startup_report import StartupReport
-from kvern_engine.transport import SUPERVISOR_IN, bind, connect, decode_to_supervisor, drain, encode, server_in
+from kvern_engine.transport import (
+    SUPERVISOR_IN,
+    bind,
+    connect,
+    decode_to_supervisor,
+    drain,
+    encode,
+    server_in,
+    write_endpoint,
+)
 from kvern_engine.worker.limits import check_supported
 
 log = logging.getLogger(__name__)
@@ -41,26 +57,12 @@ log = logging.getLogger(__name__)
 # After the last engine has died the API servers live on for this long: clients read their error, probes a 503.
 _NOTICE_SECONDS = 2.0
 _STOP_PATIENCE = 3.0
-_CORE_SAID_WHY = 3  # exit status of a core that has reported its reason
+_WORDS_SECONDS = 1.0  # how long a child that ended by itself has to say why, through its core
+_WAITING_LOG_SECONDS = 10.0
 
 
 class StartError(Exception):
     """The engine cannot be started; the text is for the user."""
-
-
-def check_offered(config: EngineConfig) -> None:
-    """Refuse, before anything starts, what this version cannot do. Raises StartError."""
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = getattr(config, name)
-        if size > 1:
-            flag = "--" + name.replace("_", "-")
-            raise StartError(
-                f"{flag} {size} comes with several devices, which are not offered yet; use 1 (or --data-parallel-size)"
-            )
-    try:
-        check_supported(config)
-    except ValueError as error:
-        raise StartError(str(error)) from None
 
 
 def worker_in_core(config: EngineConfig) -> bool:
@@ -81,16 +83,29 @@ def raise_file_limit() -> None:
 
 def serve(config: EngineConfig) -> int:
     """Run the engine until it is told to stop. Raises StartError with a text for the user."""
-    check_offered(config)
     try:
         files = resolve_model(config.model, config.revision)  # before anything starts: is it there at all?
+        check_supported(config)
+        devices = devices_visible(os.environ)
+        check_devices(config, devices)
+        if note := shared_memory_note(config, devices, free_shared_memory()):
+            log.warning("%s", note)
+        check_layout(model_shape(config), Layout.of(config))
+        if config.node_rank > 0:
+            from kvern_engine.follower import JoinError, follow
+
+            try:
+                return follow(config)
+            except JoinError as error:
+                raise StartError(str(error)) from None
         name = (config.served_model_name or [files.name])[0]
         with contextlib.ExitStack() as stack:
             listeners = _listen(config, stack)
             raise_file_limit()
             folder = stack.enter_context(SocketDir())
-            return Supervisor(config, name, str(folder.path), *listeners).run()
-    except (ModelNotFoundError, OSError) as error:  # ListenError is an OSError
+            signals = stack.enter_context(Signals())
+            return Supervisor(config, name, str(folder.path), *listeners, signals).run()
+    except (ModelNotFoundError, ValueError, OSError) as error:  # ListenError and AddressError are OSErrors
         raise StartError(str(error)) from None
 
 
@@ -111,52 +126,114 @@ class Supervisor:
     """One running engine service; `run` returns its exit status. Must run in the main thread (signals)."""
 
     def __init__(
-        self, config: EngineConfig, name: str, folder: str, listener: socket.socket, admin: socket.socket | None
+        self,
+        config: EngineConfig,
+        name: str,
+        folder: str,
+        listener: socket.socket,
+        admin: socket.socket | None,
+        signals: Signals,
     ) -> None:
         self._config, self._name, self._folder = config, name, folder
+        self._layout = Layout.of(config)
         self._listener, self._admin = listener, admin
+        self._caught = signals
+        self._signals = signals.received
         self._human = sys.stderr.isatty()
         self._report = StartupReport(self._human)
         self._children: list[Child] = []
+        self._ending = Ending()
         self._ready: dict[int, CoreReady] = {}
         self._dead: dict[int, str] = {}
-        self._signals: list[int] = []
         self._draining = False
         self._failure: str | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._leader = Leader(self._context, config) if config.nnodes > 1 else None
         self._inbox = bind(self._context, zmq.PULL, folder, SUPERVISOR_IN)
         self._servers = [connect(self._context, zmq.PUSH, folder, server_in(i)) for i in range(config.api_server_count)]
 
     # ------------------------------------------------------------ life
 
     def run(self) -> int:
-        with self._caught_signals() as wakeup:
-            self._wakeup = wakeup
-            try:
-                self._start_children()
-                if self._wait_until_ready():
-                    self._watch()
-                return self._stop()
-            finally:
-                children.end_all(self._children, 0.0)
-                for sock in (self._inbox, *self._servers):
-                    sock.close(0)
-                self._context.term()
+        try:
+            self._report.begin(self._name, url_of(self._listener), self._engines)
+            if self._start_children() and self._wait_until_ready():
+                self._watch()
+            return self._stop()
+        finally:
+            children.end_all(self._children, 0.0)
+            for sock in (self._inbox, *self._servers):
+                sock.close(0)
+            if self._leader is not None:
+                self._leader.close()
+            self._context.term()
 
     @property
     def _engines(self) -> int:
-        return self._config.data_parallel_size
+        return self._layout.data
 
-    def _start_children(self) -> None:
-        self._report.begin(self._name, url_of(self._listener), self._engines)
-        apart = not worker_in_core(self._config)
-        for engine in range(self._engines):  # the slowest to start come first
-            workers = [self._start("worker", engine, engine)] if apart else []
-            self._start("core", engine, engine, [worker.pid for worker in workers])
+    def _start_children(self) -> bool:
+        """False where a signal came first or the other pods did not (`_failure` says which)."""
+        if self._leader is not None:  # the API servers answer probes while other pods are awaited
+            self._start_servers()
+            if not self._wait_for_pods(self._leader, lambda leader: not leader.missing()):
+                return False
+        meeting = self._leader.welcome() if self._leader is not None else {}
+        if not worker_in_core(self._config):
+            self._start_workers(meeting)  # the slowest to start come first
+        if self._leader is not None:
+            if not self._wait_for_pods(self._leader, lambda leader: leader.endpoints() is not None):
+                return False
+            for name, endpoint in (self._leader.endpoints() or {}).items():
+                write_endpoint(self._folder, name, endpoint)
+        for engine in range(self._engines):
+            self._start("core", engine, engine, self._peers(engine))
+        if self._leader is None:
+            self._start_servers()
+        return True
+
+    def _start_servers(self) -> None:
         for index in range(self._config.api_server_count):
             self._start("server", index, 0)
 
-    def _start(self, kind: str, index: int, engine: int, worker_pids: list[int] | None = None) -> Child:
+    def _start_workers(self, meeting: dict[int, str]) -> None:
+        ranks = ranks_of_node(self._layout, self._config.nnodes, 0)
+        for local, rank in enumerate(ranks):
+            engine = self._layout.coordinates(rank)[0]
+            place = {"KVERN_RENDEZVOUS": meeting[engine]} if engine in meeting else {}
+            if self._leader is not None:
+                place["KVERN_BIND_ADDRESS"] = self._leader.address
+            child = start_worker(self._config, rank, engine, self._folder, local, len(ranks), place)
+            self._children.append(child)
+
+    def _peers(self, engine: int) -> list[tuple[int, int | None, str]]:
+        """The workers of an engine as its core is told of them; none: it has its own."""
+        if worker_in_core(self._config):
+            return []
+        pids = {child.index: child.pid for child in self._children if child.kind == "worker"}
+        peers: list[tuple[int, int | None, str]] = []
+        for rank in self._layout.ranks_of(engine):
+            away = self._leader is not None and rank not in pids
+            node = node_of(self._layout, self._config.nnodes, rank)
+            peers.append((rank, pids.get(rank), self._leader.place(node) if away and self._leader else ""))
+        return peers
+
+    def _wait_for_pods(self, leader: Leader, arrived: Callable[[Leader], bool]) -> bool:
+        """Turn until it is so; False where a signal came or the time is over (`_failure` says who is missing)."""
+        told = _WAITING_LOG_SECONDS
+        while not self._signals and self._failure is None:
+            self._turn(0.05)
+            if arrived(leader):
+                return True
+            missing = leader.missing()
+            if missing and leader.waited > self._config.distributed_timeout_seconds:
+                self._fail(leader.missing_text())
+            elif missing and leader.waited > told:
+                told += _WAITING_LOG_SECONDS
+                log.info("waiting for pods", extra=logs.fields(nodes=missing, seconds=round(leader.waited)))
+        return False
+
+    def _start(self, kind: str, index: int, engine: int, peers: Sequence[tuple[int, int | None, str]] = ()) -> None:
         fds = [sock.fileno() for sock in (self._listener, self._admin) if sock is not None] if kind == "server" else []
         spec = ChildSpec(
             kind=kind,
@@ -166,16 +243,14 @@ class Supervisor:
             supervisor_pid=os.getpid(),
             config=self._config.model_dump_json(),
             human_logs=self._human,
-            worker_pids=worker_pids or [],
+            peers=list(peers),
             num_engines=self._engines,
             num_servers=self._config.api_server_count,
             listen_fd=self._listener.fileno(),
             # The admin port is one socket: with several API servers the first one answers there.
             admin_fd=self._admin.fileno() if self._admin is not None and index == 0 else None,
         )
-        child = children.start(spec, fds)
-        self._children.append(child)
-        return child
+        self._children.append(children.start(spec, fds))
 
     def _wait_until_ready(self) -> bool:
         """True once /ready is 200; False where starting failed (`_failure` says why) or a signal came."""
@@ -231,35 +306,22 @@ class Supervisor:
 
     # ------------------------------------------------------------ events
 
-    @contextlib.contextmanager
-    def _caught_signals(self) -> Iterator[socket.socket]:
-        """SIGTERM and SIGINT are noted in `_signals` and wake the loop through a socket."""
-        receiver, sender = socket.socketpair()
-        receiver.setblocking(False)
-        sender.setblocking(False)
-        before = {s: signal.signal(s, lambda n, _: self._signals.append(n)) for s in (signal.SIGTERM, signal.SIGINT)}
-        old_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        try:
-            yield receiver
-        finally:
-            signal.set_wakeup_fd(old_fd)
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-            receiver.close()
-            sender.close()
-
     def _turn(self, timeout: float | None) -> None:
         """Wait for one or more events, at most `timeout` seconds, and act on them."""
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)
-        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        poller.register(self._caught.fileno(), zmq.POLLIN)
+        if self._leader is not None:
+            poller.register(self._leader.socket, zmq.POLLIN)
+            timeout = min(BEAT_SECONDS, BEAT_SECONDS if timeout is None else timeout)
         living = {child.pidfd: child for child in self._children if child.status is None}
         for pidfd in living:
             poller.register(pidfd, zmq.POLLIN)
-        ready = dict(poller.poll(None if timeout is None else int(timeout * 1000)))
-        if self._wakeup.fileno() in ready:
-            self._wakeup.recv(4096)
-        ended = [(child, children.reap(child)) for child in (living[source] for source in ready if source in living)]
+        forever = 3600.0
+        wait = self._ending.wait(forever if timeout is None else timeout)
+        ready = dict(poller.poll(int(min(wait, forever if timeout is None else timeout) * 1000)))
+        self._caught.clear()
+        ended = [(child, children.reap(child)) for source, child in living.items() if source in ready]
         # What a signal ended could not say why, and its peers only know that it is gone: we know. In all other cases
         # a message that has arrived tells more than an exit status.
         ended.sort(key=lambda end: end[1])
@@ -269,6 +331,19 @@ class Supervisor:
         self._read_inbox()
         for child, status in ended[len(killed) :]:
             self._exited(child, status)
+        self._read_pods()
+        self._ending.finish()
+
+    def _read_pods(self) -> None:
+        if self._leader is None:
+            return
+        news = self._leader.read()
+        for rank, how in news.died:
+            self._engine_died(self._layout.coordinates(rank)[0], how)
+        for node, why in news.lost:
+            lost = {self._layout.coordinates(r)[0] for r in ranks_of_node(self._layout, self._config.nnodes, node)}
+            for engine in sorted(lost):
+                self._engine_died(engine, why)
 
     def _read_inbox(self) -> None:
         for data in drain(self._inbox):
@@ -287,11 +362,19 @@ class Supervisor:
             if not self._draining and self._failure is None:
                 self._fail(f"{child.name} {how_it_ended(status)}")
             return
-        if child.engine in self._dead:
-            return
-        if status > 0 and self._inbox.poll(500):  # it had something to say; its core passes that on
-            self._read_inbox()
-        self._engine_died(child.engine, f"{child.name} {how_it_ended(status)}")
+        if status > 0:  # it had something to say; its core passes that on
+            deadline = time.monotonic() + _WORDS_SECONDS
+            while child.engine not in self._dead and (left := deadline - time.monotonic()) > 0:
+                self._inbox.poll(int(left * 1000))
+                self._read_inbox()
+        self._engine_died(child.engine, f"{self._full_name(child)} {how_it_ended(status)}")
+
+    def _full_name(self, child: Child) -> str:
+        """`worker 3 (engine 1, stage 0, tensor rank 1)` where an engine has several workers."""
+        if child.kind != "worker" or self._layout.engine_size == 1:
+            return child.name
+        engine, stage, tensor_rank = self._layout.coordinates(child.index)
+        return f"{child.name} (engine {engine}, stage {stage}, tensor rank {tensor_rank})"
 
     def _engine_died(self, engine: int, reason: str) -> None:
         """Tell the API servers at once; end what is left of the engine. Only the first reason counts."""
@@ -302,7 +385,9 @@ class Supervisor:
         for sock in self._servers:
             with contextlib.suppress(zmq.Again):
                 sock.send(encode(EngineDead(engine, reason, last)), zmq.NOBLOCK)
-        children.send_signal([c for c in self._children if c.kind == "worker" and c.engine == engine], signal.SIGTERM)
+        self._ending.begin([c for c in self._children if c.kind in ("worker", "core") and c.engine == engine])
+        if self._leader is not None:
+            self._leader.tell(EndEngine(engine))
         if len(self._ready) < self._engines:
             self._fail(reason)  # while starting, the error is the last word
             return

@@ -21,6 +21,7 @@ class SchedulerConfig:
 
     `patience`: how many requests may overtake one that does not fit yet before admission waits for it.
     `itl_factor`: how many times longer than a decode-only step a step with a prompt in it may take.
+    `pipeline`: stages of the model, and so micro-batches on their way at once.
     """
 
     max_num_seqs: int
@@ -32,9 +33,10 @@ class SchedulerConfig:
     itl_factor: float = CPU_ITL_FACTOR
     patience: int = 16
     seed: int = 0
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "pipeline"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -61,4 +63,5 @@ class SchedulerConfig:
             policy=config.scheduling_policy,
             itl_factor=CPU_ITL_FACTOR if ready.device.startswith("cpu") else GPU_ITL_FACTOR,
             seed=config.seed,
+            pipeline=config.pipeline_parallel_size,
         )

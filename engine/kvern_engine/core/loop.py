@@ -98,7 +98,8 @@ class EngineCore:
             engine,
             Scheduler(limits, pool, eos_token_ids),
             worker,
-            max_inflight=2 if config.async_scheduling else 1,
+            # One plan a stage of the pipeline, and one more to be planned while they are computed.
+            max_inflight=config.pipeline_parallel_size + config.async_scheduling,
             record_step_plans=f"{record}.{engine}" if record and engine else record,
             clock=clock,
         )

@@ -7,7 +7,8 @@ OSDI 2024), memory is paged (PagedAttention, SOSP 2023).
 Steps overlap: step N+1 is scheduled while N runs, before its tokens are known. Lengths are known ahead, so nothing is
 scheduled past them; an EOS is seen late, and the one token computed behind it is dropped. Workers apply plans in order,
 so a block or row freed now may be given away in the next plan although a plan in flight still writes to it. What comes
-back is matched by step: each plan in flight remembers the sequences of its rows.
+back is matched by step: each plan in flight remembers the sequences of its rows. Where the model is a pipeline of p
+stages, p such plans are on their way at once, each for another part of the sequences (`lanes.py`).
 
 A step: decodes first (each grows by a block where one is due, if need be by preempting), then forks, then prompts
 (`admission.py`). Only the first part preempts, before any row of the step is written down.
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from kvern_engine.core.admission import fork_deferred, schedule_prompts
 from kvern_engine.core.block_pool import BlockPool
 from kvern_engine.core.governor import ChunkGovernor
+from kvern_engine.core.lanes import Lane
 from kvern_engine.core.limits import SchedulerConfig
 from kvern_engine.core.plan import StepPlan, StepResult, TokenLogprobs
 from kvern_engine.core.sequence import Request, Sequence, State, choice_seed
@@ -64,7 +66,7 @@ class Scheduler:
         self.governor = governor or ChunkGovernor(config.itl_factor, config.max_num_batched_tokens)
         self.max_model_len = min(config.max_model_len, pool.num_blocks * pool.block_size)
         self._eos = frozenset(eos_token_ids)
-        self._books = Books(pool, config.max_num_seqs)
+        self._books = Books(pool, config.max_num_seqs, config.pipeline)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._ones: list[int] = []
@@ -180,10 +182,10 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan, or None where nothing can be computed before another result arrives. `now` in seconds."""
         books = self._books
-        books.refresh_decodes()
+        lane = books.begin_step(self._step, self._in_flight[0].step if self._in_flight else self._step)
         books.adapt_lookahead()
-        edits = self._grow() if books.due else []
-        draft = self._draft_decodes()
+        edits = self._grow(lane) if lane.due else []
+        draft = self._draft_decodes(lane)
         draft.block_edits = edits
         if books.waiting or books.prefills or books.forking:
             self._schedule_prompts(draft, now)
@@ -201,6 +203,7 @@ class Scheduler:
             draft.samples,
         )
         books.removed_rows = []
+        lane.last_step = self._step
         self._in_flight.append(
             _InFlight(
                 self._step, draft.rows, draft.seqs, draft.decode_rows, draft.prefill_tokens, draft.prompt_logprobs
@@ -212,10 +215,9 @@ class Scheduler:
         self._iterations.append(tokens)
         return plan
 
-    def _draft_decodes(self) -> Draft:
-        """A draft in which each decoding sequence computes one token. Shares lists with other plans: see below."""
-        books = self._books
-        seqs, due = books.decodes, books.due
+    def _draft_decodes(self, lane: Lane) -> Draft:
+        """A draft in which each sequence of the lane computes one token. Shares lists with other plans: see below."""
+        seqs, due = lane.decodes, lane.due
         starts = []
         for seq in seqs:
             start = seq.num_computed
@@ -226,7 +228,7 @@ class Scheduler:
         count = len(seqs)
         if len(self._ones) != count:
             self._ones, self._trues = [1] * count, [True] * count
-        return Draft(books.decode_rows, seqs, starts, self._ones, self._trues, decode_rows=count)
+        return Draft(lane.rows, seqs, starts, self._ones, self._trues, decode_rows=count)
 
     def _schedule_prompts(self, draft: Draft, now: float) -> None:
         # From here on rows are appended; those of the decodes belong to other plans as well.
@@ -261,11 +263,11 @@ class Scheduler:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _grow(self) -> list[tuple[int, int, list[int]]]:
+    def _grow(self, lane: Lane) -> list[tuple[int, int, list[int]]]:
         """Sequences that are due have reached their end or need a block; returns the plan's block edits."""
         books, pool = self._books, self.pool
         growing = []
-        due, books.due = books.due, []
+        due, lane.due = lane.due, []
         for seq in due:
             if seq.state is not State.DECODE:
                 continue

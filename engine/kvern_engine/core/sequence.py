@@ -13,6 +13,7 @@ Life of a sequence:
 import enum
 from collections.abc import Sequence as Items
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,12 +22,15 @@ from kvern_engine.core.plan import RowSampling, TokenLogprobs
 from kvern_engine.ipc import AddRequest
 from kvern_engine.request import SamplingParams
 
+if TYPE_CHECKING:
+    from kvern_engine.core.lanes import Lane
+
 
 class State(enum.Enum):
     WAITING = enum.auto()  # in the queue, holds nothing
     DEFERRED = enum.auto()  # a choice that will fork from a sibling, holds nothing
     PREFILL = enum.auto()  # holds a row and the blocks of all its known tokens; some are not computed yet
-    DECODE = enum.auto()  # computes one token in every step
+    DECODE = enum.auto()  # computes one token in every step of its lane
     DRAINING = enum.auto()  # its last token is on the device; nothing is left to schedule
     PREEMPTED = enum.auto()  # back in the queue, holds nothing; tokens in flight may still arrive
     FINISHED = enum.auto()
@@ -102,6 +106,7 @@ class Sequence:
         "in_flight",
         "index",
         "key",
+        "lane",
         "limit",
         "lost",
         "min_len",
@@ -138,6 +143,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if self.sampling.prompt_logprobs is not None else None
         self.state = State.WAITING
         self.row = -1
+        self.lane: Lane | None = None  # while it decodes
         self.blocks: list[int] = []
         self.num_computed = 0
         self.in_flight = 0  # kept for PREEMPTED only; of a DECODE sequence it is num_computed + 1 - len(tokens)

@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from kvern_engine.core.block_pool import BlockPool
+from kvern_engine.core.lanes import Lane, even_out, whose_turn
 from kvern_engine.core.plan import AddedRow
 from kvern_engine.core.sequence import Request, Sequence, State
 
@@ -52,11 +53,12 @@ class Draft:
 class Books:
     """All sequences of an engine by state. Lists handed to a plan are replaced, never changed in place.
 
-    waiting: WAITING and PREEMPTED, in the order of the queue. prefills: PREFILL, in the same order. decodes: DECODE
-    (`refresh_decodes` first). draining: DRAINING ones that still hold a row. forking: requests with DEFERRED choices.
+    waiting: WAITING and PREEMPTED, in the order of the queue. prefills: PREFILL, in the same order. lanes: DECODE, one
+    lane a stage of the pipeline (`refresh_decodes` first); `lane` is that of the step being planned. draining: DRAINING
+    ones that still hold a row. forking: requests with DEFERRED choices.
     """
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int) -> None:
+    def __init__(self, pool: BlockPool, max_num_seqs: int, pipeline: int = 1) -> None:
         self.pool = pool
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.removed_rows: list[int] = []
@@ -64,11 +66,8 @@ class Books:
         self.prefills: list[Sequence] = []
         self.draining: list[Sequence] = []
         self.forking: list[Request] = []
-        self.decodes: list[Sequence] = []
-        self.decode_rows: list[int] = []
-        self.due: list[Sequence] = []  # decoding ones whose `limit` is reached, seen before the next step is planned
-        self._joining: list[Sequence] = []
-        self._decodes_changed = False
+        self.lanes = [Lane() for _ in range(pipeline)]
+        self.lane = self.lanes[0]
         self.num_rows = max_num_seqs
         self.room_changed = True  # blocks were freed or prefixes published since admission last found no room
         self.preemptions = 0
@@ -155,25 +154,38 @@ class Books:
         seq.set_limit(self.pool.block_size)
         seq.alarm = 0  # the first token is always looked at
         seq.state = State.DECODE
-        if seq.num_computed == seq.limit:
-            self.due.append(seq)
-        self._joining.append(seq)
-        self._decodes_changed = True
+        self.lane.join(seq)
 
     def drain(self, seq: Sequence) -> None:
         """Nothing is left to schedule for a decoding sequence: it waits for its last token."""
         seq.state = State.DRAINING
         self.draining.append(seq)
-        self._decodes_changed = True
+        self._leave_lane(seq)
+
+    def _leave_lane(self, seq: Sequence) -> None:
+        if seq.lane is not None:
+            seq.lane.leave(seq)
+            seq.lane = None
+
+    @property
+    def decodes(self) -> list[Sequence]:
+        """Those of all lanes."""
+        if len(self.lanes) == 1:
+            return self.lane.decodes
+        return [seq for lane in self.lanes for seq in lane.decodes]
 
     def refresh_decodes(self) -> None:
-        """Make `decodes` and `decode_rows` current. New lists: plans in flight keep the old ones."""
-        if self._decodes_changed:
-            self.decodes = [seq for seq in self.decodes if seq.state is State.DECODE]
-            self.decodes += [seq for seq in self._joining if seq.state is State.DECODE]
-            self.decode_rows = [seq.row for seq in self.decodes]
-            self._joining = []
-            self._decodes_changed = False
+        """Make the lanes' lists current. New lists: plans in flight keep the old ones."""
+        for lane in self.lanes:
+            lane.refresh()
+
+    def begin_step(self, step: int, oldest_in_flight: int) -> Lane:
+        """The lane that decodes in plan `step`, up to date and of its share of the sequences."""
+        self.refresh_decodes()
+        if len(self.lanes) > 1:
+            self.lane = whose_turn(self.lanes, step, oldest_in_flight)
+            even_out(self.lane, self.lanes)
+        return self.lane
 
     # -- out of the batch --------------------------------------------------------------------------------------------
 
@@ -188,7 +200,7 @@ class Books:
         elif state is State.PREFILL:
             self.prefills.remove(seq)
         elif state is State.DECODE:
-            self._decodes_changed = True
+            self._leave_lane(seq)
         elif state is State.DRAINING and seq in self.draining:
             self.draining.remove(seq)
         elif state is State.DEFERRED:
@@ -224,7 +236,8 @@ class Books:
 
     def reserve(self) -> int:
         """Blocks to keep free for the running sequences to grow into."""
-        running = self.decodes + self._joining + self.prefills
+        joining = [seq for lane in self.lanes for seq in lane.joining]
+        running = self.decodes + joining + self.prefills
         return sum(self.growth(seq, len(seq.blocks)) for seq in running if seq.row >= 0)
 
     def adapt_lookahead(self) -> None:

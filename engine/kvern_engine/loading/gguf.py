@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvern_engine.loading.parts import WeightPart
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -217,9 +219,10 @@ class GGUFFile:
             raise cursor.truncated(f"tensor {name!r}", offset + nbytes)
         return TensorInfo(name, shape, type_name, offset, nbytes)
 
-    def dequantize(self, name: str) -> "npt.NDArray[np.float32]":
-        """Tensor `name` as float32 of its row-major shape. F32 tensors are views of the mapped file (copy-on-write);
-        all others are fresh arrays.
+    def dequantize(self, name: str, part: WeightPart | None = None) -> "npt.NDArray[np.float32]":
+        """Tensor `name`, or a part of it, as float32 of its row-major shape. F32 tensors are views of the mapped file
+        (copy-on-write); all others are fresh arrays. Of a part, nothing else is read but the rest of the quantization
+        blocks that it begins or ends in.
 
         Raises KeyError for an unknown name, GGUFError for a type that Kvern does not read.
         """
@@ -231,4 +234,4 @@ class GGUFFile:
             )
         from kvern_engine.loading.gguf_tensors import dequantize
 
-        return dequantize(self._map, info.offset, info.nbytes, info.type_name).reshape(info.shape)
+        return dequantize(self._map, info, part or WeightPart.whole(*info.shape))

@@ -1,10 +1,12 @@
-"""Reads a checkpoint's tensors, one at a time, under their Hugging Face names. The only module here with torch.
+"""Reads a checkpoint's tensors, or parts of them, one at a time under their Hugging Face names. The only module here
+with torch.
 
 Whoever builds the model compares `weight_shapes` with its own parameters first (`check_weights`), then copies what
-`iter_weights` gives: tensors are never all in memory twice.
+`iter_weights` gives: tensors are never all in memory twice. Files are mapped: several ranks that read one file at the
+same time share its pages, each touching those of its own parts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -17,41 +19,55 @@ from kvern_engine.loading.checkpoint import (
     weight_shapes,
 )
 from kvern_engine.loading.gguf import GGUFFile
+from kvern_engine.loading.parts import WeightPart
 from kvern_engine.loading.resolve import ModelFiles
 from kvern_engine.model_config import ModelConfig
 
 __all__ = ["WeightsError", "check_weights", "iter_weights", "undo_rotary_permutation", "weight_shapes"]
 
+Parts = Mapping[str, WeightPart]
 
-def iter_weights(files: ModelFiles, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) for every tensor of the checkpoint, on the CPU.
 
-    Safetensors come in their own dtype and stay mapped to the file; GGUF tensors come dequantized to float32. A tied
-    `lm_head.weight` is not given. Treat them as read-only. Raises WeightsError, GGUFError.
+def iter_weights(
+    files: ModelFiles, config: ModelConfig, parts: Parts | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) for every tensor of the checkpoint, on the CPU; with `parts`, for those that it names, the
+    part that it says.
+
+    Safetensors come in their own dtype and stay mapped to the file; GGUF tensors come dequantized to float32 (of a part
+    no more than its rows and columns, rounded to quantization blocks). Parts of rotary projections must hold whole
+    heads. A tied `lm_head.weight` is not given. Treat them as read-only. Raises WeightsError, GGUFError.
     """
-    return _gguf_weights(files, config) if files.kind == "gguf" else _safetensors_weights(files, config)
+    return _gguf_weights(files, config, parts) if files.kind == "gguf" else _safetensors_weights(files, config, parts)
 
 
-def _safetensors_weights(files: ModelFiles, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _safetensors_weights(
+    files: ModelFiles, config: ModelConfig, parts: Parts | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     for path in safetensors_shards(files.path):
         try:
             with safe_open(path, framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 - a shard is not iterable
-                    if is_read(name, config):
-                        yield name, shard.get_tensor(name)
+                    if parts is None:
+                        if is_read(name, config):
+                            yield name, shard.get_tensor(name)
+                    elif name in parts:
+                        yield name, shard.get_tensor(name)[parts[name].slices]
         except SafetensorError as error:
             raise WeightsError(f"{path}: {error}; download it again") from error
 
 
-def _gguf_weights(files: ModelFiles, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _gguf_weights(files: ModelFiles, config: ModelConfig, parts: Parts | None) -> Iterator[tuple[str, torch.Tensor]]:
     file = GGUFFile(files.path)
-    rotated = {"self_attn.q_proj": config.num_heads, "self_attn.k_proj": config.num_kv_heads}
     for name, own in gguf_names(file).items():
-        tensor = torch.from_numpy(file.dequantize(own))
-        heads = next((count for module, count in rotated.items() if f".{module}." in name), None)
-        yield name, tensor if heads is None else undo_rotary_permutation(tensor, heads)
+        if parts is not None and name not in parts:
+            continue
+        part = parts[name] if parts is not None else WeightPart.whole(*file.tensors[own].shape)
+        tensor = torch.from_numpy(file.dequantize(own, part))
+        rotated = ".self_attn.q_proj." in name or ".self_attn.k_proj." in name
+        yield name, undo_rotary_permutation(tensor, tensor.shape[0] // config.head_dim) if rotated else tensor
 
 
 def undo_rotary_permutation(tensor: torch.Tensor, heads: int) -> torch.Tensor:

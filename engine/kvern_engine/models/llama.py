@@ -14,23 +14,33 @@ from kvern_engine.layers.attention import Attention, Wanted
 from kvern_engine.layers.embedding import Embedding
 from kvern_engine.layers.linear import Linear
 from kvern_engine.layers.norm import RMSNorm
+from kvern_engine.layers.parameters import (
+    Destinations,
+    clear_padding,
+    split_by_inputs,
+    split_by_outputs,
+    vocabulary_rows,
+    whole,
+)
 from kvern_engine.layers.rotary import cos_sin_table
 from kvern_engine.model_config import ModelConfig
+from kvern_engine.parallel.groups import ParallelContext, TensorGroup
+from kvern_engine.parallel.layout import ModelShard
 from kvern_kernels import AttentionMetadata, ScaledRows, quantize_rows, silu_and_mul, silu_and_mul_fp8
 
 
 class LlamaAttention:
-    """Projections around attention; `qkv_proj` holds the rows of q, k and v in this order."""
+    """Projections around attention; `qkv_proj` holds the rows of q, k and v in this order, of this rank's heads."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.q_size = config.num_heads * config.head_dim
-        self.kv_size = config.num_kv_heads * config.head_dim
-        bias = config.attention_bias
-        self.qkv_proj = Linear(
-            config.hidden_size, self.q_size + 2 * self.kv_size, bias=bias, dtype=dtype, device=device
-        )
-        self.o_proj = Linear(self.q_size, config.hidden_size, bias=bias, dtype=dtype, device=device)
-        self.attention = Attention(config.num_heads, config.num_kv_heads, config.head_dim)
+    def __init__(
+        self, config: ModelConfig, shard: ModelShard, group: TensorGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config, self._group = config, group
+        self._q, self._kv = shard.heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.qkv_proj = Linear(hidden, self._q.size + 2 * self._kv.size, bias=bias, dtype=dtype, device=device)
+        self.o_proj = Linear(self._q.size, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device)
+        self.attention = Attention(shard.heads.size, shard.kv_heads.size, config.head_dim)
 
     def __call__(
         self,
@@ -41,7 +51,8 @@ class LlamaAttention:
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
     ) -> Tensor:
-        return self.o_proj(self.attention(self.qkv_proj(x), positions, cos_sin, kv, meta, wanted))
+        heads = self.attention(self.qkv_proj(x), positions, cos_sin, kv, meta, wanted)
+        return self._group.all_reduce(self.o_proj(heads))
 
     def fp8(
         self,
@@ -56,43 +67,52 @@ class LlamaAttention:
         out = self.attention(qkv.values, positions, cos_sin, kv, meta, wanted, qkv.scales)
         return self.o_proj.scaled(quantize_rows(out))
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        found = _parts(f"{prefix}self_attn.", self.qkv_proj, ("q_proj", "k_proj", "v_proj"), self._sizes)
-        return found | _parts(f"{prefix}self_attn.", self.o_proj, ("o_proj",), (self.o_proj.out_features,))
-
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        return self.q_size, self.kv_size, self.kv_size
+    def destinations(self, prefix: str) -> Destinations:
+        prefix, head_dim = f"{prefix}self_attn.", self._config.head_dim
+        q, kv = self._config.num_heads * head_dim, self._config.num_kv_heads * head_dim
+        merged = [("q_proj", self._q, q), ("k_proj", self._kv, kv), ("v_proj", self._kv, kv)]
+        return split_by_outputs(prefix, self.qkv_proj, merged) | split_by_inputs(
+            prefix, self.o_proj, "o_proj", self._q, q
+        )
 
 
 class LlamaMLP:
     """SwiGLU (Shazeer, arXiv 2002.05202); `gate_up_proj` holds the rows of gate, then those of up."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    def __init__(
+        self, config: ModelConfig, shard: ModelShard, group: TensorGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._inner, self._total, self._group = shard.inner, config.intermediate_size, group
+        hidden, inner, bias = config.hidden_size, shard.inner.size, config.mlp_bias
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype, device=device)
-        self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype, device=device)
+        self.down_proj = Linear(inner, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device)
+        clear_padding(self.gate_up_proj, shard.inner)
+        clear_padding(self.down_proj, shard.inner)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return self._group.all_reduce(self.down_proj(silu_and_mul(self.gate_up_proj(x))))
 
     def fp8(self, x: ScaledRows) -> ScaledRows:
         return self.down_proj.scaled(silu_and_mul_fp8(self.gate_up_proj.scaled(x)))
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        inner, hidden = self.down_proj.in_features, self.down_proj.out_features
-        found = _parts(f"{prefix}mlp.", self.gate_up_proj, ("gate_proj", "up_proj"), (inner, inner))
-        return found | _parts(f"{prefix}mlp.", self.down_proj, ("down_proj",), (hidden,))
+    def destinations(self, prefix: str) -> Destinations:
+        prefix, inner, total = f"{prefix}mlp.", self._inner, self._total
+        merged = [("gate_proj", inner, total), ("up_proj", inner, total)]
+        return split_by_outputs(prefix, self.gate_up_proj, merged) | split_by_inputs(
+            prefix, self.down_proj, "down_proj", inner, total
+        )
 
 
 class LlamaDecoderLayer:
     """Attention and MLP, each after a norm that also adds the branch before it to the residual stream."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, shard: ModelShard, group: TensorGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.attention = LlamaAttention(config, dtype, device)
+        self.attention = LlamaAttention(config, shard, group, dtype, device)
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.mlp = LlamaMLP(config, dtype, device)
+        self.mlp = LlamaMLP(config, shard, group, dtype, device)
 
     def __call__(
         self,
@@ -138,31 +158,51 @@ class LlamaDecoderLayer:
         rows, residual = self.post_attention_norm.add_fp8(x, residual)
         return self.mlp.fp8(rows), residual
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
+    def destinations(self, prefix: str) -> Destinations:
         return {
-            f"{prefix}input_layernorm.weight": self.input_norm.weight,
-            f"{prefix}post_attention_layernorm.weight": self.post_attention_norm.weight,
+            f"{prefix}input_layernorm.weight": whole(self.input_norm.weight),
+            f"{prefix}post_attention_layernorm.weight": whole(self.post_attention_norm.weight),
             **self.attention.destinations(prefix),
             **self.mlp.destinations(prefix),
         }
 
 
 class LlamaForCausalLM:
-    """The whole model on one device. `max_positions` is the longest sequence it will see."""
+    """The model, or `shard`, the part of it that this rank of `parallel` holds. `max_positions` is the longest sequence
+    it will see. Raises ValueError where the layout does not fit the model."""
 
-    def __init__(self, config: ModelConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+    embed_tokens: Embedding | None = None  # of the first stage
+    norm: RMSNorm | None = None  # of the last stage, as is the head
+    lm_head: Linear | None = None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelContext | None = None,
+    ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.is_fp8 = False
         self.cos_sin = cos_sin_table(
             config.head_dim, max_positions, config.rope_theta, config.rope_scaling, device
         )  # first: it refuses what it does not know before memory is taken
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [LlamaDecoderLayer(config, dtype, device) for _ in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        if config.tie_word_embeddings:
-            self.lm_head = Linear.sharing(self.embed_tokens.weight)
-        else:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
+        parallel = parallel or ParallelContext.single()
+        self._group = group = parallel.tensor
+        self.shard = shard = parallel.shard(config)
+        hidden = config.hidden_size
+        if shard.is_first:
+            self.embed_tokens = Embedding(shard.vocab, hidden, group, dtype=dtype, device=device)
+        self.layers = [LlamaDecoderLayer(config, shard, group, dtype, device) for _ in shard.layers]
+        if shard.is_last:
+            self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype, device=device)
+            if config.tie_word_embeddings and self.embed_tokens is not None:
+                self.lm_head = Linear.sharing(self.embed_tokens.weight)
+            else:
+                self.lm_head = Linear(hidden, shard.vocab.size, dtype=dtype, device=device)
+                clear_padding(self.lm_head, shard.vocab)
 
     def forward(
         self,
@@ -171,23 +211,29 @@ class LlamaForCausalLM:
         kv_caches: Sequence[Tensor],
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the last norm, [T, hidden_size], or [S, hidden_size] of the S tokens that are `wanted`.
 
-        `token_ids` [T] int32, `positions` [T] int64, `kv_caches` one [2, Hkv, N, bs, D] a layer: K and V of the tokens
-        are written to it at `meta.slots`.
+        A stage but the last gives the residual stream of all tokens, which the next one takes as `residual` (None on
+        the first one; it may be overwritten).
+
+        `token_ids` [T] int32, `positions` [T] int64, `kv_caches` one [2, Hkv, N, bs, D] a layer of this stage: K and V
+        of the tokens are written to it at `meta.slots`.
         """
-        residual, cos_sin = self.embed_tokens(token_ids), self.cos_sin
+        if residual is None:
+            assert self.embed_tokens is not None, "a later stage takes the residual stream"
+            residual = self.embed_tokens(token_ids)
         if self.is_fp8:
             return self._forward_fp8(residual, positions, kv_caches, meta, wanted)
-        x = None
-        last = self.layers[-1]
+        x, cos_sin = None, self.cos_sin
+        last = self.layers[-1] if self.norm is not None else None
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             only = wanted if layer is last else None
             x, residual = layer(x, residual, positions, cos_sin, kv, meta, only)
-        if x is None:
-            return self.norm(residual)
-        return self.norm.add(x, residual)[0]
+        if self.norm is None:
+            return residual if x is None else x + residual
+        return self.norm(residual) if x is None else self.norm.add(x, residual)[0]
 
     def _forward_fp8(
         self,
@@ -201,21 +247,32 @@ class LlamaForCausalLM:
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             only = wanted if layer is last else None
             x, residual = layer.fp8(x, residual, positions, self.cos_sin, kv, meta, only)
-        assert x is not None
+        assert x is not None and self.norm is not None, "only models on one rank are quantized"
         return self.norm.add_scaled(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`hidden` [R, hidden_size] -> [R, vocab_size] in the model's dtype."""
-        return self.lm_head(hidden)
+        """`hidden` [R, hidden_size] -> [R, vocab_size] in the model's dtype, the same on every rank of the last
+        stage."""
+        assert self.lm_head is not None, "logits are the last stage's"
+        logits = self._group.all_gather(self.lm_head(hidden))
+        vocab_size = self.config.vocab_size
+        return logits if logits.shape[1] == vocab_size else logits[:, :vocab_size].contiguous()
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> Destinations:
         """Checkpoint name -> the part of a parameter that it is copied to (views; all parameters are covered)."""
-        found = {"model.embed_tokens.weight": self.embed_tokens.weight}
-        for index, layer in enumerate(self.layers):
+        config, shard = self.config, self.shard
+        found: Destinations = {}
+        if self.embed_tokens is not None:
+            found["model.embed_tokens.weight"] = vocabulary_rows(
+                self.embed_tokens.weight, shard.vocab, config.vocab_size
+            )
+        for index, layer in zip(shard.layers, self.layers, strict=True):
             found |= layer.destinations(f"model.layers.{index}.")
-        found["model.norm.weight"] = self.norm.weight
-        if not self.config.tie_word_embeddings:
-            found["lm_head.weight"] = self.lm_head.weight
+        if self.norm is not None:
+            found["model.norm.weight"] = whole(self.norm.weight)
+        if self.lm_head is not None and not (config.tie_word_embeddings and self.embed_tokens is not None):
+            name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+            found[name] = vocabulary_rows(self.lm_head.weight, shard.vocab, config.vocab_size)
         return found
 
     def quantize_fp8(self) -> int:
@@ -238,15 +295,5 @@ class LlamaForCausalLM:
         for layer in self.layers:
             layer.attention.qkv_proj.add_cpu_layouts()
             layer.mlp.gate_up_proj.add_cpu_layouts()
-        self.lm_head.add_cpu_layouts()
-
-
-def _parts(prefix: str, layer: Linear, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Tensor]:
-    """The rows of each of `names` within a merged layer, weights and biases."""
-    found = {}
-    for name, weight in zip(names, torch.split(layer.weight, list(sizes)), strict=True):
-        found[f"{prefix}{name}.weight"] = weight
-    if layer.bias is not None:
-        for name, bias in zip(names, torch.split(layer.bias, list(sizes)), strict=True):
-            found[f"{prefix}{name}.bias"] = bias
-    return found
+        if self.lm_head is not None:
+            self.lm_head.add_cpu_layouts()

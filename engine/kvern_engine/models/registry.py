@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from kvern_engine.layers.attention import Wanted
+from kvern_engine.layers.parameters import Destinations
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.llama import LlamaForCausalLM
+from kvern_engine.parallel.groups import ParallelContext
+from kvern_engine.parallel.layout import ModelShard
 from kvern_kernels import AttentionMetadata
 
 
@@ -18,9 +21,16 @@ class CausalLM(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    shard: ModelShard
 
     def __init__(
-        self, config: ModelConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelContext | None = None,
     ) -> None: ...
 
     def forward(
@@ -30,11 +40,12 @@ class CausalLM(Protocol):
         kv_caches: Sequence[Tensor],
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
-    def destinations(self) -> dict[str, Tensor]: ...
+    def destinations(self) -> Destinations: ...
 
     def quantize_fp8(self) -> int: ...
 

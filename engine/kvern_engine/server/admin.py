@@ -52,19 +52,24 @@ class AdminEndpoints:
         return json_response(self._drain())
 
     def _layout(self) -> dict[str, Any]:
-        """Feasible sizes with the tokens of KV that the pod would hold at each; today's layout is the only one."""
-        size = self._state.config.tensor_parallel_size
+        """The layout, and the sizes it could have with the tokens of KV that the pod would hold at each: measured for
+        the present one, computed for the others."""
+        config = self._state.config
+        size = config.tensor_parallel_size
         engines = [e for e in self._state.client.views() if e.num_blocks]
-        tokens = sum(e.num_blocks * e.block_size for e in engines)
+        feasible = dict(engines[0].feasible) if engines else {}
+        if engines:
+            feasible[size] = sum(e.num_blocks * e.block_size for e in engines)
         return {
             "current": size,
             "target": size,
             "generation": self._state.layout_generation,
             "phase": "Stable" if engines else "Loading",
             "progress": 1.0 if engines else 0.0,
-            "engines": self._state.config.data_parallel_size,
-            "pipeline": self._state.config.pipeline_parallel_size,
-            "feasible": [{"size": size, "kvTokens": tokens}] if engines else [],
+            "engines": config.data_parallel_size,
+            "pipeline": config.pipeline_parallel_size,
+            "devices": config.data_parallel_size * config.pipeline_parallel_size * size,
+            "feasible": [{"size": size, "kvTokens": tokens} for size, tokens in sorted(feasible.items())],
         }
 
     async def layout(self, request: Request) -> Response:
@@ -84,8 +89,8 @@ class AdminEndpoints:
         size = state.config.tensor_parallel_size
         if asked.tensor != size:
             raise ApiError(
-                f"tensor must be {size}, the only feasible size here, got {asked.tensor}: this version of Kvern cannot "
-                "change the layout of a running pod.",
+                f"tensor must be {size}, the present size, got {asked.tensor}: this version of Kvern cannot change the "
+                "layout of a running pod.",
                 param="tensor",
                 code="layout_not_feasible",
             )

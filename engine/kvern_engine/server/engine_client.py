@@ -101,6 +101,7 @@ class _Engine:
     stats: EngineStats = field(default_factory=lambda: EngineStats(0))
     ready: CoreReady | None = None
     heard: float = 0.0
+    reason: str | None = None  # why it died
 
 
 def at_rest(stats: EngineStats) -> EngineStats:
@@ -158,6 +159,8 @@ class EngineClient:
                 stats=e.stats,
                 num_blocks=e.ready.num_blocks if e.ready else 0,
                 block_size=e.ready.block_size if e.ready else 0,
+                reason=e.reason,
+                feasible=e.ready.feasible if e.ready else {},
             )
             for index, e in enumerate(self._engines)
         ]
@@ -322,10 +325,13 @@ class EngineClient:
 
     def _engine_dead(self, message: EngineDead) -> None:
         engine = self._engines[message.engine]
+        lost = [h for h in self._live.values() if h.engine == message.engine]
+        if engine.state != "dead":  # its core and the supervisor both tell
+            extra = fields(engine=message.engine, reason=message.reason, requests_lost=len(lost))
+            log.error("engine died", extra=extra)
+            engine.reason = message.reason
         engine.state, engine.stats = "dead", at_rest(engine.stats)
         self._balancer.forget(message.engine)
-        lost = [h for h in self._live.values() if h.engine == message.engine]
-        log.error("engine died", extra=fields(engine=message.engine, reason=message.reason, requests_lost=len(lost)))
         for handle in lost:
             handle.engine_died = True
             output = TokenOutput(handle.id, 0, [], finish_reason="error", error=message.reason)

@@ -185,7 +185,10 @@ async def _serve(
     num_engines: int,
     token: str,
 ) -> None:
-    state = build_state(config, files, index, socket_dir, num_engines)
+    try:
+        state = build_state(config, files, index, socket_dir, num_engines)
+    except OSError as e:
+        raise _StartError(f"no room for sockets and shared memory in {socket_dir}: {e.strerror or e}") from e
     servers = [http_server(create_app(state))]
     sockets = [socket.socket(fileno=listen_fd)]
     if admin_fd is not None:

@@ -61,6 +61,7 @@ class InfoEndpoints:
                 "waiting": e.stats.num_waiting,
                 "kv_cache_usage": round(e.stats.kv_cache_usage, 4),
                 "heartbeat_age_seconds": round(max(0.0, now - e.stats.heartbeat), 3) if e.stats.heartbeat else None,
+                **({"reason": e.reason} if e.reason else {}),
             }
             for e in self._state.client.views()
         ]

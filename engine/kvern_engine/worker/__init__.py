@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from kvern_engine.worker.worker import Worker
 
 
-def create_worker(config: EngineConfig, rank: int = 0) -> Union["Worker", "SimWorker"]:
-    """The worker for `config.device`: a simulated one for "sim", else one with torch. Nothing is loaded yet."""
+def create_worker(config: EngineConfig, rank: int = 0, rendezvous: str | None = None) -> Union["Worker", "SimWorker"]:
+    """The worker for `config.device`: a simulated one for "sim", else one with torch. Nothing is loaded yet.
+
+    `rendezvous`: where the ranks of its engine meet (`parallel.groups.init_parallel`), if there are several.
+    """
     if config.device == "sim":
         from kvern_engine.worker.sim import SimWorker
 
@@ -24,4 +27,4 @@ def create_worker(config: EngineConfig, rank: int = 0) -> Union["Worker", "SimWo
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from kvern_engine.worker.worker import Worker
 
-    return Worker(config, rank)
+    return Worker(config, rank, rendezvous=rendezvous)

@@ -173,13 +173,13 @@ class DecodeGraphs:
 
 def make_workspace(model: CausalLM, tables: RowTables, sizes: Sequence[int]) -> DecodeWorkspace:
     """Scratch memory for decode attention of any of `sizes` rows."""
-    config, device = model.config, tables.device
+    shard, device = model.shard, tables.device
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     longest, pieces = tables.tokens.shape[1] - 1, 1
     for size in sizes:
-        least = split_kv.min_split_tokens(size * config.num_kv_heads, multiprocessors)
+        least = split_kv.min_split_tokens(size * shard.kv_heads.size, multiprocessors)
         pieces = max(pieces, size * split_kv.choose_splits(longest, least))
-    return DecodeWorkspace.allocate(pieces, config.num_heads, config.head_dim, 1, 1, device)
+    return DecodeWorkspace.allocate(pieces, shard.heads.size, model.config.head_dim, 1, 1, device)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

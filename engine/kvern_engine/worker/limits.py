@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvern_engine.config import EngineConfig
+from kvern_engine.parallel.layout import Layout
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FP8_CAPABILITY = (8, 9)  # from which FP8 is multiplied in hardware
@@ -91,14 +92,17 @@ def step_limits(config: EngineConfig, device: str, device_name: str, max_model_l
 def check_supported(config: EngineConfig) -> None:
     """Raises ValueError for what a worker cannot do yet, rather than ignoring it."""
     later = {
-        "tensor_parallel_size": (config.tensor_parallel_size, 1),
-        "pipeline_parallel_size": (config.pipeline_parallel_size, 1),
         "kv_cache_dtype": (config.kv_cache_dtype, "auto"),
         "batch_invariant": (config.batch_invariant, False),
     }
     for name, (value, only) in later.items():
         if value != only:
             raise ValueError(f"{name}={value} is not supported yet; leave it at {only}")
+    if config.quantization is not None and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"quantization={config.quantization} with several ranks an engine is not supported yet; use "
+            "data_parallel_size, or leave quantization out"
+        )
     if config.quantization == "fp8_per_channel":
         raise ValueError("quantization=fp8_per_channel is not supported yet; use fp8 or fp8_per_tensor")
 
@@ -112,12 +116,32 @@ def check_fp8(quantization: str | None, device: str, capability: tuple[int, int]
         )
 
 
-def cpu_threads(explicit: str | None, openmp: str | None, cores: int, engines: int) -> int:
+def cpu_threads(explicit: str | None, openmp: str | None, cores: int, ranks: int) -> int:
     """Threads of one worker on a CPU: KVERN_CPU_THREADS (`explicit`), else OMP_NUM_THREADS (`openmp`), else the `cores`
-    this process may use, divided between `engines` (data_parallel_size). Raises ValueError for a bad number."""
+    this process may use, divided between the `ranks` on this machine. Raises ValueError for a bad number."""
     for name, value in (("KVERN_CPU_THREADS", explicit), ("OMP_NUM_THREADS", openmp)):
         if value:
             if not value.isdecimal() or int(value) < 1:
                 raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
             return int(value)
-    return max(1, cores // engines)
+    return max(1, cores // ranks)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank among the `world` ranks of its pod: device number `rank` is its own."""
+
+    rank: int
+    world: int
+
+
+def place_in_pod(rank: str | None, world: str | None, layout: Layout, global_rank: int) -> Place:
+    """From KVERN_LOCAL_RANK and KVERN_LOCAL_WORLD (`rank`, `world`), which whoever starts a part of a layout sets; else
+    the pod holds all of the layout. Raises ValueError for a bad number."""
+    for name, value in (("KVERN_LOCAL_RANK", rank), ("KVERN_LOCAL_WORLD", world)):
+        if value and not value.isdecimal():
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
+    place = Place(int(rank or global_rank), int(world or layout.world))
+    if place.rank >= place.world:
+        raise ValueError(f"KVERN_LOCAL_RANK must be below KVERN_LOCAL_WORLD ({place.world}), got {place.rank}")
+    return place

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvern_engine.model_config import ModelConfig
-
 GIB = 1 << 30
 CPU_SHARE = 0.25  # of the memory that is available
 CPU_MOST = 4 * GIB
@@ -22,9 +20,9 @@ class KvCacheSize:
     num_bytes: int
 
 
-def block_bytes(config: ModelConfig, block_size: int, element_bytes: int) -> int:
-    """Bytes of K and V of one block over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * element_bytes
+def block_bytes(layers: int, kv_heads: int, head_dim: int, block_size: int, element_bytes: int) -> int:
+    """Bytes of K and V of one block over the layers and KV heads that a rank has."""
+    return 2 * layers * kv_heads * head_dim * block_size * element_bytes
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -39,10 +37,10 @@ def available_on_gpu(total: int, used: int, utilization: float, graphs: int = 0)
     return max(0, int(total * utilization) - used - graphs)
 
 
-def available_on_cpu(free: int, engines: int, needed: int) -> int:
-    """Bytes for the KV cache of one of `engines` engines on a machine with `free` bytes of memory available: a quarter,
-    at most 4 GiB, and not more than `needed`, what all sequences at their longest take."""
-    return max(0, min(int(free * CPU_SHARE) // engines, CPU_MOST, needed))
+def available_on_cpu(free: int, ranks: int, needed: int) -> int:
+    """Bytes for the KV cache of one of `ranks` ranks on a machine with `free` bytes of memory available: a quarter, at
+    most 4 GiB, and not more than `needed`, what all sequences at their longest take."""
+    return max(0, min(int(free * CPU_SHARE) // ranks, CPU_MOST, needed))
 
 
 def size_kv_cache(

@@ -22,6 +22,11 @@ class DeviceClock:
         if self._cuda:
             self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.start()
+
+    def start(self) -> None:
+        """The step begins now, not when the clock was made: it waited for another device until here."""
+        if self._cuda:
             self._begin.record()
         else:
             self._begin = time.perf_counter()

@@ -1,5 +1,8 @@
 """A worker in a process of its own: plans in, results out, until its parent ends or stops it.
 
+Of several ranks of an engine, all get the same plans and the one that `Layout.answering_rank` names answers; with
+KVERN_DEBUG_RANKS=1 all that know the tokens do, so that they can be compared.
+
 Sockets are as in `transport.py`. Where the device computes on its own, a second thread waits for results, so that the
 next plan is launched while the one before still runs.
 """
@@ -12,6 +15,7 @@ import queue
 import signal
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -39,11 +43,12 @@ class _Pending(Protocol):
 class _Outbox:
     """Sends messages and the results of pending steps in the order they are put; owns the socket.
 
-    `threaded`: a thread of its own waits for the results; else `put` does.
+    `threaded`: a thread of its own waits for the results; else `put` does. `answers`: results are sent, not only
+    waited for.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", threaded: bool, rank: int) -> None:
-        self._socket, self._rank = socket, rank
+    def __init__(self, socket: "zmq.Socket[bytes]", threaded: bool, rank: int, answers: bool = True) -> None:
+        self._socket, self._rank, self._answers = socket, rank, answers
         self.failed = threading.Event()
         self._queue: queue.SimpleQueue[FromWorker | _Pending | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="results", daemon=True) if threaded else None
@@ -57,8 +62,12 @@ class _Outbox:
             self._queue.put(item)
 
     def _send(self, item: FromWorker | _Pending) -> None:
-        message = item if isinstance(item, msgspec.Struct) else item.result()
-        self._socket.send(encode(message))
+        if isinstance(item, msgspec.Struct):
+            self._socket.send(encode(item))
+            return
+        result = item.result()
+        if self._answers:
+            self._socket.send(encode(result))
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -94,10 +103,11 @@ def worker_main(config_json: bytes, rank: int, engine: int, socket_dir: str) -> 
     try:
         during = "load"
         try:
-            worker = create_worker(config, rank)
+            worker = create_worker(config, rank, rendezvous_of(socket_dir, engine))
             ready = worker.load(lambda phase, share: _try_send(results, WorkerProgress(rank, phase, share)))
             during = "step"
-            _serve(worker, ready, plans, _Outbox(results, worker.is_asynchronous, rank))
+            answers = worker.answers or (worker.knows_tokens and os.environ.get("KVERN_DEBUG_RANKS") == "1")
+            _serve(worker, ready, plans, _Outbox(results, worker.is_asynchronous, rank, answers))
         except Exception as error:
             _log_failure(during, error)
             _last_words(results, _failure(rank, during, error))
@@ -106,6 +116,11 @@ def worker_main(config_json: bytes, rank: int, engine: int, socket_dir: str) -> 
         plans.close()
         results.close()
         context.term()
+
+
+def rendezvous_of(socket_dir: str, engine: int) -> str:
+    """Where the ranks of an engine meet: KVERN_RENDEZVOUS, else a file in the socket folder."""
+    return os.environ.get("KVERN_RENDEZVOUS") or f"file://{Path(socket_dir).absolute() / f'rendezvous-{engine}'}"
 
 
 def _serve(worker: Any, ready: FromWorker, plans: "zmq.Socket[bytes]", outbox: _Outbox) -> None:

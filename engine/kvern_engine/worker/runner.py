@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvern_engine.core.plan import StepPlan
+from kvern_engine.layers.attention import Wanted
 from kvern_engine.models.registry import CausalLM
 from kvern_engine.worker.batch import BatchBuilder, SamplingBatch, StepBatch
 from kvern_engine.worker.graphs import IN_GRAPH, DecodeGraphs, Edits, GraphRecorder
@@ -15,15 +16,28 @@ from kvern_engine.worker.logprobs import LogprobTensors, compute_in_chunks, comp
 from kvern_engine.worker.mixed_graphs import MixedGraphs, MixedStep
 from kvern_engine.worker.pending import DeviceClock, Pending, RowLogprobs, to_host
 from kvern_engine.worker.sampler import Sampler
+from kvern_engine.worker.stages import StageLink
 from kvern_engine.worker.staging import to_device
 from kvern_engine.worker.tables import Feature, RowTables
 
 
 class Runner:
-    """Runs steps of `model` over `arena` [num_layers, 2, Hkv, N, bs, D] with the state in `tables`."""
+    """Runs steps of `model` over `arena` [num_layers, 2, Hkv, N, bs, D] with the state in `tables`.
 
-    def __init__(self, model: CausalLM, tables: RowTables, arena: Tensor, max_num_batched_tokens: int) -> None:
+    `link`: the model is one stage of several; what only the last one knows (tokens, logprobs, logits) is missing in the
+    others' results.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tables: RowTables,
+        arena: Tensor,
+        max_num_batched_tokens: int,
+        link: StageLink | None = None,
+    ) -> None:
         self.model, self.tables, self.arena = model, tables, arena
+        self._link = link
         self._kv_caches = list(arena.unbind(0))
         self._builder = BatchBuilder(tables, max_num_batched_tokens)
         self._sampler = Sampler(tables)
@@ -43,6 +57,8 @@ class Runner:
     def execute(self, plan: StepPlan, return_logits: bool = False) -> Pending:
         """Launches one step. `return_logits` (for tests) adds the logits of all its tokens to the result."""
         clock = DeviceClock(self.tables.device)
+        if self._link is not None:
+            self._link.catch_up(plan)
         edits = self.tables.apply(plan)
         if plan.copies:
             self._copy_blocks(plan.copies)
@@ -56,8 +72,10 @@ class Runner:
         batch = self._builder.build(plan, edits)
         wants_all = return_logits or bool((self.tables.host.features[batch.rows] & int(Feature.PROMPT_LOGPROBS)).any())
         wanted = None if wants_all else batch.wanted
-        hidden = self.model.forward(batch.token_ids, batch.positions, self._kv_caches, batch.meta, wanted)
         pending = Pending(plan.step, clock, [], None)
+        hidden = self._forward(batch, wanted, clock)
+        if hidden is None:
+            return pending
         if batch.sampling is not None:
             if wanted is None and batch.sampling.hidden_index is not None:
                 sampled = hidden.index_select(0, batch.sampling.hidden_index)
@@ -70,6 +88,20 @@ class Runner:
             pending.logits = self._all_logits(hidden, batch)
         clock.stop()
         return pending
+
+    def _forward(self, batch: StepBatch, wanted: Wanted | None, clock: DeviceClock) -> Tensor | None:
+        """Hidden states after the last norm, of the tokens that are `wanted`; None where that is another stage's."""
+        arguments = batch.token_ids, batch.positions, self._kv_caches, batch.meta, wanted
+        if self._link is None:
+            return self.model.forward(*arguments)
+        residual = self._link.receive(len(batch.positions))
+        clock.start()
+        hidden = self.model.forward(*arguments, residual)
+        if self.model.shard.is_last:
+            return hidden
+        clock.stop()
+        self._link.pass_on(hidden, batch.sampling)
+        return None
 
     def _replay(self, plan: StepPlan, edits: Edits | None, clock: DeviceClock) -> Pending | None:
         """The step as a captured graph; None, and nothing is done, where it is not one that graphs can do."""
@@ -111,6 +143,8 @@ class Runner:
     def _sample_from(self, logits: Tensor, sampling: SamplingBatch, pending: Pending) -> None:
         tokens = self._sampler(logits, sampling)
         self.tables.flat_tokens.index_copy_(0, sampling.places, tokens.int())
+        if self._link is not None:
+            self._link.share(tokens)
         pending.rows, pending.tokens = sampling.rows.tolist(), to_host(tokens)
         if sampling.union & Feature.LOGPROBS:
             pending.logprobs = self._sampled_logprobs(logits, tokens, sampling)

@@ -1,7 +1,8 @@
 """The simulated device: computes nothing, takes the time that a real one would, and answers with seeded random tokens.
 
 Scheduler, block pool, HTTP and metrics around it are the real ones. No torch. Steps queue up as on a GPU: one that is
-launched while another runs begins when that one ends; only `result()` waits.
+launched while another runs begins when that one ends; only `result()` waits. Several ranks of an engine do not talk:
+each gets all plans, and knows from them when every stage is busy.
 """
 
 import logging
@@ -16,6 +17,7 @@ from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import StepPlan, StepResult, TokenLogprobs, WorkerReady
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import ModelNotFoundError, resolve_model
+from kvern_engine.parallel.layout import Layout
 from kvern_engine.worker import limits, memory
 from kvern_engine.worker.rng import hash64, uniform
 from kvern_engine.worker.sim_profile import SimProfile, load_profile
@@ -62,19 +64,25 @@ class SimWorker:
     ) -> None:
         limits.check_supported(config)
         self.config, self.rank = config, rank
+        self.layout = Layout.of(config)
+        engine, stage, _ = self.layout.coordinates(rank)
+        self.answers = rank == self.layout.answering_rank(engine)
+        self.knows_tokens = stage == self.layout.pipeline - 1
         self.is_asynchronous = True
         self._clock, self._sleep = clock, sleep
-        self._busy_until = -math.inf
+        self._free_at = [-math.inf] * self.layout.pipeline  # by stage
 
     def load(self, progress: Callable[[str, float], None] | None = None) -> WorkerReady:
         """Reads profile and vocabulary; ready at once. Raises ValueError with a text for the user."""
         begin = time.perf_counter()
         self.profile = self._profile()
+        self.profile.check_layout(self.layout)
         self.max_model_len = limits.choose_max_model_len(self.config.max_model_len, self.profile.max_model_len)
         bounds = limits.step_limits(self.config, "sim", self.profile.device, self.max_model_len)
         size = self._size_kv_cache()
         self._seeds = np.zeros(bounds.max_num_seqs, dtype=np.int64)
         self._num_prompt = np.zeros(bounds.max_num_seqs, dtype=np.int64)
+        self._sampled_at = np.full(bounds.max_num_seqs, -math.inf)  # when a row's last token is known
         self._logprobs: dict[int, int] = {}
         self._prompt_logprobs: dict[int, tuple[int, list[int]]] = {}
         if progress is not None:
@@ -85,7 +93,7 @@ class SimWorker:
             block_size=self.config.block_size,
             max_model_len=self.max_model_len,
             kv_bytes=size.num_bytes,
-            weight_bytes=self.profile.weight_bytes,
+            weight_bytes=self.profile.rank_weight_bytes(self.layout),
             device=f"sim {self.profile.device}",
             dtype="bfloat16",
             load_seconds={"profile": round(time.perf_counter() - begin, 3)},
@@ -101,13 +109,26 @@ class SimWorker:
             self._forget(new.row)
             self._seeds[new.row] = new.sampling.seed
             self._num_prompt[new.row] = new.num_prompt_tokens
+            self._sampled_at[new.row] = -math.inf
             if new.sampling.logprobs is not None:
                 self._logprobs[new.row] = new.sampling.logprobs
             if new.sampling.prompt_logprobs is not None:
                 self._prompt_logprobs[new.row] = new.sampling.prompt_logprobs, new.token_ids
-        seconds = self.profile.seconds(plan) / self.config.sim_speed
-        self._busy_until = max(self._clock(), self._busy_until) + seconds
-        return SimPending(self._result(plan, seconds), self._busy_until, self._clock, self._sleep)
+        ends, seconds = self._enqueue(plan)
+        return SimPending(self._result(plan, seconds), ends, self._clock, self._sleep)
+
+    def _enqueue(self, plan: StepPlan) -> tuple[float, float]:
+        """(when the last stage is through with the step, how long it takes there). The first one begins when it is free
+        and the tokens that the step continues are known."""
+        rows, speed = np.array(plan.rows, dtype=np.int64), self.config.sim_speed
+        there = max(self._clock(), float(self._sampled_at[rows].max(initial=-math.inf)))
+        ends = seconds = 0.0
+        for stage in range(self.layout.pipeline):
+            seconds = self.profile.seconds(plan, self.layout, stage) / speed
+            ends = self._free_at[stage] = max(there, self._free_at[stage]) + seconds
+            there = ends + self.profile.hand_over(plan) / speed
+        self._sampled_at[rows[np.array(plan.samples, dtype=np.bool_)]] = ends
+        return ends, seconds
 
     def reset(self) -> None:
         """Forgets every row."""
@@ -145,11 +166,11 @@ class SimWorker:
     def _size_kv_cache(self) -> memory.KvCacheSize:
         profile, config = self.profile, self.config
         available = config.kv_cache_memory_bytes or memory.available_on_gpu(
-            profile.memory_bytes, profile.weight_bytes, config.gpu_memory_utilization
+            profile.memory_bytes, profile.rank_weight_bytes(self.layout), config.gpu_memory_utilization
         )
         return memory.size_kv_cache(
             available,
-            profile.kv_bytes_per_token * config.block_size,
+            profile.rank_kv_bytes_per_token(self.layout) * config.block_size,
             block_size=config.block_size,
             max_model_len=self.max_model_len,
             num_blocks_override=config.num_gpu_blocks_override,

@@ -9,8 +9,12 @@ from pathlib import Path
 import msgspec
 
 from kvern_engine.core.plan import StepPlan
+from kvern_engine.model_config import ModelConfig
+from kvern_engine.parallel.layout import Layout, check_layout, even_slice, stage_layers
 
 _SHIPPED = Path(__file__).parent / "sim_profiles"
+_ONE_DEVICE = Layout()
+_AT_LEAST_ONE = ("memory_bytes", "kv_bytes_per_token", "max_model_len", "vocab_size", "layers", "heads", "kv_heads")
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,11 @@ class SimProfile:
     """A device with a model on it. Times in seconds: a step takes `step_seconds` + `token_seconds` a token computed +
     `context_seconds` a token of context of its rows. `eos_probability` is the chance of each sampled token to be the
     model's end-of-sequence token.
+
+    Several devices: N tensor parallel ranks each take an Nth of that, except `replicated_seconds` of `step_seconds`
+    (launches, norms, sampling), and reduce twice a layer: `all_reduce_seconds` + `all_reduce_token_seconds` a token
+    with two ranks; a ring of N sends 2 (N - 1) / N times the bytes. A pipeline stage takes the time of its layers, and
+    `hand_over_seconds` + `hand_over_token_seconds` a token pass until the next one has its input.
     """
 
     name: str
@@ -31,27 +40,85 @@ class SimProfile:
     kv_bytes_per_token: int
     max_model_len: int
     vocab_size: int
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    replicated_seconds: float = 0.0
+    all_reduce_seconds: float = 0.0
+    all_reduce_token_seconds: float = 0.0
+    hand_over_seconds: float = 0.0
+    hand_over_token_seconds: float = 0.0
     eos_probability: float = 0.0
     fit: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("step_seconds", "token_seconds", "context_seconds", "weight_bytes"):
-            if getattr(self, name) < 0:
+        for field in fields(self):
+            name = field.name
+            if (name.endswith("_seconds") or name == "weight_bytes") and getattr(self, name) < 0:
                 raise ValueError(f"sim profile {self.name}: {name} must not be negative, got {getattr(self, name)}")
-        for name in ("memory_bytes", "kv_bytes_per_token", "max_model_len", "vocab_size"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"sim profile {self.name}: {name} must be above 0, got {getattr(self, name)}")
+        if self.replicated_seconds > self.step_seconds:
+            raise ValueError(
+                f"sim profile {self.name}: replicated_seconds must be at most step_seconds ({self.step_seconds}), "
+                f"got {self.replicated_seconds}"
+            )
         if not 0 <= self.eos_probability <= 1:
             raise ValueError(
                 f"sim profile {self.name}: eos_probability must be between 0 and 1, got {self.eos_probability}"
             )
 
-    def seconds(self, plan: StepPlan) -> float:
-        """How long the device takes for `plan`; nothing for a plan without rows."""
+    def seconds(self, plan: StepPlan, layout: Layout = _ONE_DEVICE, stage: int = 0) -> float:
+        """How long a stage takes for `plan`; nothing for a plan without rows."""
         if not plan.rows:
             return 0.0
-        tokens = sum(plan.counts)
-        return self.step_seconds + self.token_seconds * tokens + self.context_seconds * (sum(plan.starts) + tokens)
+        tokens, ranks = sum(plan.counts), layout.tensor
+        layers = len(stage_layers(self.layers, layout.pipeline, stage))
+        divided = (
+            self.step_seconds
+            - self.replicated_seconds
+            + self.token_seconds * tokens
+            + self.context_seconds * (sum(plan.starts) + tokens)
+        )
+        seconds = (self.replicated_seconds + divided / ranks) * layers / self.layers
+        if ranks > 1:
+            ring = 2 * (ranks - 1) / ranks
+            seconds += 2 * layers * (self.all_reduce_seconds + self.all_reduce_token_seconds * tokens * ring)
+        return seconds
+
+    def hand_over(self, plan: StepPlan) -> float:
+        """How long the hidden states of `plan` are on their way to the next stage."""
+        return self.hand_over_seconds + self.hand_over_token_seconds * sum(plan.counts) if plan.rows else 0.0
+
+    def rank_weight_bytes(self, layout: Layout) -> int:
+        """Weights of one rank."""
+        return self.weight_bytes // layout.engine_size
+
+    def rank_kv_bytes_per_token(self, layout: Layout) -> int:
+        """KV cache of a token on the rank that holds most: of its layers and KV heads."""
+        layers = len(stage_layers(self.layers, layout.pipeline, 0))
+        heads = even_slice(self.kv_heads, layout.tensor, 0).size
+        return -(-self.kv_bytes_per_token * layers * heads // (self.layers * self.kv_heads))
+
+    @property
+    def shape(self) -> ModelConfig:
+        """The profile's model as far as splitting it goes."""
+        return ModelConfig(
+            architecture=self.name,
+            vocab_size=self.vocab_size,
+            hidden_size=0,
+            intermediate_size=0,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=0,
+            max_position_embeddings=self.max_model_len,
+        )
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raises ValueError where the profile's model cannot be split in this way."""
+        check_layout(self.shape, layout)
 
 
 def load_profile(name: str) -> SimProfile:

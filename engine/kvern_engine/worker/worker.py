@@ -21,11 +21,14 @@ from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import ModelFiles, resolve_model
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.registry import CausalLM, model_class
+from kvern_engine.parallel.groups import ParallelContext, init_parallel
+from kvern_engine.parallel.layout import Layout, check_layout
 from kvern_engine.worker import limits, memory
 from kvern_engine.worker.graphs import CAPTURED_AT_START, DecodeGraphs
 from kvern_engine.worker.load import load_weights, random_weights
 from kvern_engine.worker.pending import Pending
 from kvern_engine.worker.runner import Runner
+from kvern_engine.worker.stages import StageLink
 from kvern_engine.worker.tables import RowTables
 
 log = logging.getLogger(__name__)
@@ -36,14 +39,31 @@ _WARM_UP_TOKENS = 16  # on a CPU, where no memory is measured
 
 
 class Worker:
-    """See `load` and `execute`; the latter is called by one thread, in the order of the plans."""
+    """See `load` and `execute`; the latter is called by one thread, in the order of the plans.
 
-    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+    Where an engine has several ranks, each is a worker in a process of its own; they meet at `rendezvous`
+    (`init_parallel`) while they load, then all get the same plans. `parallel`: they have met already.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int = 0,
+        parallel: ParallelContext | None = None,
+        rendezvous: str | None = None,
+    ) -> None:
         limits.check_supported(config)
         self.config, self.rank = config, rank
-        self.device = _device(config.device, rank)
+        self.layout = Layout.of(config)
+        if parallel is None and self.layout.engine_size == 1:
+            parallel = ParallelContext.single(rank, self.layout)
+        self.parallel, self._rendezvous = parallel, rendezvous
+        environ = os.environ.get
+        self._place = limits.place_in_pod(environ("KVERN_LOCAL_RANK"), environ("KVERN_LOCAL_WORLD"), self.layout, rank)
+        self.device = _device(config.device, self._place.rank)
         self.is_asynchronous = self.device.type == "cuda"  # execute returns before the step is over
         self.runner: Runner | None = None
+        self._link: StageLink | None = None
         self._seconds: dict[str, float] = {}
 
     def load(self, progress: Progress | None = None) -> WorkerReady:
@@ -58,6 +78,7 @@ class Worker:
             files = resolve_model(self.config.model, self.config.revision)
             model_config = read_model_config(files)
             _check_load_format(self.config.load_format, files)
+            check_layout(model_config, self.layout)
             self.max_model_len = limits.choose_max_model_len(
                 self.config.max_model_len, model_config.max_position_embeddings
             )
@@ -65,13 +86,16 @@ class Worker:
                 self.config, self.device.type, self._device_name(), self.max_model_len
             )
             dtype = self._dtype()
+        if self.parallel is None:
+            with self._phase("join", report):
+                self.parallel = self._join()
         with self._phase("weights", report), self._out_of_memory("the weights"):
             weight_bytes = self._load_model(files, model_config, dtype, lambda share: report("weights", share))
         with self._phase("profile", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
             used = self._profile()
         with self._phase("kv_cache", report), self._out_of_memory("the KV cache"):
-            size = self._size_kv_cache(model_config, dtype, used)
-            self.runner = Runner(self.model, self.tables, self._arena(size.num_blocks), self._most_tokens)
+            size = self._size_kv_cache(dtype, used)
+            self.runner = self._make_runner(size.num_blocks)
         if self._use_graphs:
             with self._phase("graphs", report), self._out_of_memory("CUDA graphs (see enforce_eager)"):
                 decode, mixed = self.runner.add_graphs()
@@ -101,7 +125,19 @@ class Worker:
 
     def reset(self) -> None:
         """Forgets every row; weights and arena stay."""
+        if self._link is not None:
+            self._link.catch_up_with_all()
         self.tables.clear()
+
+    @property
+    def answers(self) -> bool:
+        """This rank's results are the engine's."""
+        return self.rank == self.layout.answering_rank(self.layout.coordinates(self.rank)[0])
+
+    @property
+    def knows_tokens(self) -> bool:
+        """This rank's results hold the sampled tokens: all ranks of the last stage have the same ones."""
+        return self.layout.coordinates(self.rank)[1] == self.layout.pipeline - 1
 
     @property
     def _most_tokens(self) -> int:
@@ -109,7 +145,10 @@ class Worker:
 
     @property
     def _use_graphs(self) -> bool:
-        return self.device.type == "cuda" and not self.config.enforce_eager
+        # A graph is a whole step, from the row tables to the sampled tokens: a stage of several cannot be one. Nor can
+        # a rank of several: capturing NCCL's all-reduces in it hung on two H200s.
+        alone = self.layout.pipeline == 1 and self.layout.tensor == 1
+        return self.device.type == "cuda" and not self.config.enforce_eager and alone
 
     @contextmanager
     def _phase(self, name: str, report: Progress) -> Iterator[None]:
@@ -138,7 +177,7 @@ class Worker:
             os.environ.get("KVERN_CPU_THREADS"),
             os.environ.get("OMP_NUM_THREADS"),
             len(os.sched_getaffinity(0)),
-            self.config.data_parallel_size,
+            self._place.world,
         )
         torch.set_num_threads(threads)
 
@@ -153,11 +192,23 @@ class Worker:
             log.warning(choice.note)
         return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[choice.dtype]
 
+    def _join(self) -> ParallelContext:
+        if self._rendezvous is None:
+            raise ValueError(f"{self.layout} has several ranks an engine: each needs a process and a rendezvous")
+        engine = self.layout.coordinates(self.rank)[0]
+        timeout = self.config.distributed_timeout_seconds
+        return init_parallel(self.layout, engine, self.rank, self._rendezvous, self.device, timeout)
+
+    def _make_runner(self, num_blocks: int) -> Runner:
+        return Runner(self.model, self.tables, self._arena(num_blocks), self._most_tokens, self._link)
+
     def _load_model(
         self, files: ModelFiles, config: ModelConfig, dtype: torch.dtype, report: Callable[[float], None]
     ) -> int:
         build = model_class(config.architecture)
-        self.model: CausalLM = build(config, max_positions=self.max_model_len, dtype=dtype, device=self.device)
+        self.model: CausalLM = build(
+            config, max_positions=self.max_model_len, dtype=dtype, device=self.device, parallel=self.parallel
+        )
         if self.config.load_format == "dummy":
             size = random_weights(self.model, self.config.seed)
         else:
@@ -173,12 +224,14 @@ class Worker:
             vocab_size=config.vocab_size,
             device=self.device,
         )
+        if self.parallel is not None and self.parallel.pipeline is not None:
+            self._link = StageLink(self.parallel.pipeline, self.tables, config.hidden_size, dtype)
         return size
 
     def _arena(self, num_blocks: int) -> Tensor:
-        """The KV cache of all layers, [num_layers, 2, Hkv, num_blocks, block_size, head_dim], zeroed."""
-        config = self.model.config
-        shape = (config.num_layers, 2, config.num_kv_heads, num_blocks, self.config.block_size, config.head_dim)
+        """The KV cache of this rank, [layers, 2, Hkv, num_blocks, block_size, head_dim] of its layers and heads."""
+        shard, head_dim = self.model.shard, self.model.config.head_dim
+        shape = (shard.num_layers, 2, shard.kv_heads.size, num_blocks, self.config.block_size, head_dim)
         if self.device.type == "cuda":
             return torch.zeros(shape, dtype=self.model.dtype, device=self.device)
         # numpy's zeros are pages that the kernel maps when they are first written; torch's would be written now.
@@ -194,7 +247,7 @@ class Worker:
         tokens, rows = self._most_tokens, self.step_limits.max_num_seqs
         if self.device.type != "cuda":
             tokens, rows = min(tokens, _WARM_UP_TOKENS), 1
-        runner = Runner(self.model, self.tables, self._arena(1), self._most_tokens)
+        runner = self._make_runner(1)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         plan = profile_plan(tokens, rows, self.max_model_len, self.config.block_size)
@@ -231,15 +284,21 @@ class Worker:
         logits = runner.tables.max_num_seqs * runner.tables.vocab_size * self.model.dtype.itemsize
         return max(0, before - first) + each * (len(decode.sizes) + len(mixed.sizes)) + logits
 
-    def _size_kv_cache(self, model_config: ModelConfig, dtype: torch.dtype, used: int) -> memory.KvCacheSize:
-        per_block = memory.block_bytes(model_config, self.config.block_size, dtype.itemsize)
-        return memory.size_kv_cache(
+    def _size_kv_cache(self, dtype: torch.dtype, used: int) -> memory.KvCacheSize:
+        """This rank's part of a cache of as many blocks as the rank with the least room can have."""
+        shard, head_dim = self.model.shard, self.model.config.head_dim
+        per_block = memory.block_bytes(
+            shard.num_layers, shard.kv_heads.size, head_dim, self.config.block_size, dtype.itemsize
+        )
+        own = memory.size_kv_cache(
             self._available(per_block, used),
             per_block,
             block_size=self.config.block_size,
             max_model_len=self.max_model_len,
             num_blocks_override=self.config.num_gpu_blocks_override,
         )
+        blocks = own.num_blocks if self.parallel is None else self.parallel.smallest(own.num_blocks)
+        return memory.KvCacheSize(blocks, blocks * per_block)
 
     def _available(self, per_block: int, used: int) -> int:
         if self.config.kv_cache_memory_bytes is not None:
@@ -249,7 +308,7 @@ class Worker:
             return memory.available_on_gpu(total, used, self.config.gpu_memory_utilization)
         longest = memory.blocks_for(self.max_model_len, self.config.block_size) * per_block
         return memory.available_on_cpu(
-            memory.available_host_memory(), self.config.data_parallel_size, self.step_limits.max_num_seqs * longest
+            memory.available_host_memory(), self._place.world, self.step_limits.max_num_seqs * longest
         )
 
 

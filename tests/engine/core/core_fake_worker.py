@@ -44,6 +44,7 @@ class _Row:
     blocks: list[int]
     sampling: RowSampling
     fresh: bool = True  # not computed yet: its first start says what is in its blocks already
+    sampled_at: int = -1  # the last step that sampled a token for it
 
 
 @dataclass
@@ -63,6 +64,7 @@ class FakeWorker:
     plans: list[StepPlan] = field(default_factory=list)
     keep_plans: bool = False
     check_reads: bool = True
+    pipeline: int = 1  # stages: see `_check_batch`
 
     def __post_init__(self) -> None:
         self.kv = [[0] * self.block_size for _ in range(self.num_blocks)]
@@ -106,6 +108,7 @@ class FakeWorker:
             assert start + count == len(row.tokens), "a token is sampled behind the last known one"
             token = sample(row.chain[-1], row.sampling, len(row.tokens) - row.prompt, self.vocab)
             row.tokens.append(token)
+            row.sampled_at = plan.step
             sampled.append([token])
         for index, row, tokens in zip(plan.rows, computed, sampled, strict=True):
             if row.sampling.logprobs is not None and tokens:
@@ -141,6 +144,9 @@ class FakeWorker:
         holders = Counter(block for row in self.rows.values() for block in row.blocks)
         for index, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             row = self.rows[index]
+            # The first stage has its token: as many steps as there are stages lie between, or the core has seen it.
+            known = self.next_step - 1 - len(self.results)
+            assert row.sampled_at < known or row.sampled_at <= plan.step - self.pipeline, "the token is not there yet"
             # Nothing but the block of the next token may be held in advance: waste is below one block.
             assert len(row.blocks) * self.block_size - max(start + count, len(row.tokens)) < self.block_size
             for position in range(start // self.block_size, (start + count - 1) // self.block_size + 1):

@@ -39,11 +39,14 @@ class Episode:
             policy=rng.choice(("fcfs", "priority")),
             patience=rng.choice((0, 1, 16)),
             seed=seed,
+            pipeline=rng.choice((1, 1, 2, 3, 4)),
         )
         self.pool = BlockPool(num_blocks, self.block_size, rng.random() < 0.8)
-        self.worker = FakeWorker(num_blocks, self.block_size, self.config.max_num_seqs, tokens)
+        self.worker = FakeWorker(
+            num_blocks, self.block_size, self.config.max_num_seqs, tokens, pipeline=self.config.pipeline
+        )
         self.scheduler = Scheduler(self.config, self.pool, EOS)
-        self.depth = rng.choice((1, 2, 2, 2, 3, 4))
+        self.depth = rng.choice((1, 2, 2, 2, 3, 4)) + rng.choice((0, self.config.pipeline - 1))
         self.core = EngineCore(0, self.scheduler, self.worker, max_inflight=self.depth, clock=lambda: 0.0)
         self.requests: dict[str, AddRequest] = {}
         self.aborted: set[str] = set()

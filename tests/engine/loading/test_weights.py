@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from kvern_engine.loading.checkpoint import hf_name
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.gguf import GGUFFile
+from kvern_engine.loading.parts import WeightPart
 from kvern_engine.loading.resolve import ModelFiles
 from kvern_engine.loading.weights import WeightsError, check_weights, iter_weights, weight_shapes
 
@@ -186,3 +187,34 @@ def test_check_weights_names_everything() -> None:
     )
     with pytest.raises(WeightsError, match=r"9 missing: w0, w1, w2, w3 and 5 more$"):
         check_weights({f"w{index}": (1,) for index in range(9)}, {})
+
+
+@pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
+def test_parts_of_a_gguf_file_are_cut_from_the_whole(write_gguf: Callable[..., Path], quant: str) -> None:
+    """Rows of whole heads, columns that begin and end within quantization blocks."""
+    files = ModelFiles("m", "gguf", write_gguf(quant=quant))
+    config = read_model_config(files)
+    whole = dict(iter_weights(files, config))
+    parts = {
+        "model.embed_tokens.weight": WeightPart((320, 128), ((17, 200), (0, 128))),
+        "model.layers.0.self_attn.q_proj.weight": WeightPart((128, 128), ((32, 96), (0, 128))),
+        "model.layers.1.self_attn.k_proj.weight": WeightPart((64, 128), ((32, 64), (0, 128))),
+        "model.layers.1.self_attn.o_proj.weight": WeightPart((128, 128), ((0, 128), (40, 101))),
+        "model.layers.0.mlp.down_proj.weight": WeightPart((128, 96), ((5, 9), (1, 2))),
+        "model.norm.weight": WeightPart.whole(128),
+    }
+    found = dict(iter_weights(files, config, parts))
+    assert found.keys() == parts.keys()
+    for name, part in parts.items():
+        assert tuple(found[name].shape) == part.part_shape
+        assert torch.equal(found[name], whole[name][part.slices]), name
+
+
+def test_parts_of_safetensors_stay_mapped(tiny_kjv: ModelFiles) -> None:
+    config = read_model_config(tiny_kjv)
+    whole = dict(iter_weights(tiny_kjv, config))
+    name = "model.layers.0.mlp.down_proj.weight"
+    part = WeightPart((128, 384), ((0, 128), (96, 192)))
+    ((found_name, found),) = iter_weights(tiny_kjv, config, {name: part})
+    assert found_name == name and torch.equal(found, whole[name][:, 96:192])
+    assert found.stride() == (384, 1), "a view, not a copy of the columns"

@@ -27,7 +27,7 @@ def problems(*argv: str, **environ: str) -> list[str]:
 def test_every_field_is_a_flag_and_an_environment_variable():
     values = {"integer": "2048", "number": "0.5", "string": "x", "list": "x"}
     for field, flag in FLAGS.items():
-        if field in ("model", "admin_port", "trust_remote_code"):
+        if field in ("model", "admin_port", "trust_remote_code", "nnodes", "node_rank"):  # the last are for pods
             continue
         if flag.type == "boolean":
             assert getattr(parse("m", flag.option), field) is True
@@ -40,6 +40,14 @@ def test_every_field_is_a_flag_and_an_environment_variable():
         typed = getattr(parse("m", flag.option, text), field)
         assert typed == getattr(parse("m", **{flag.env: text}), field)
         assert typed in (text, [text], float(text) if flag.type in ("integer", "number") else None)
+
+
+def test_a_pod_of_several_is_named_by_flags_or_environment():
+    pods = {"KVERN_NNODES": "2", "KVERN_NODE_RANK": "1", "KVERN_MASTER_ADDR": "pod-0.group"}
+    config = parse("m", "-tp", "2", **pods)
+    assert (config.nnodes, config.node_rank, config.master_addr) == (2, 1, "pod-0.group")
+    assert parse("m", "-tp", "2", "-n", "2", "-r", "1", "--master-addr", "pod-0.group") == config
+    assert problems("m", "--node-rank", "1") == ["--node-rank must be within 0..0 (nnodes 1), got 1"]
 
 
 def test_model_by_position_flag_or_environment():

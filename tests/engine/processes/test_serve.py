@@ -124,7 +124,7 @@ def test_children_die_with_a_killed_supervisor_and_the_next_start_cleans_up(serv
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 comes with several devices"),
+        (["-tp", "3"], "tensor_parallel_size=3 does not divide the model's 32 attention heads; sizes that work"),
         (["--model", "/no/such/model", "--served-model-name", "x"], "two models are given"),
         (["--swap-space", "4"], "--swap-space was removed"),
         (["--admin-port", "0", "--admin-token-file", "/no/such/file"], "there is no such file"),

@@ -307,7 +307,7 @@ class TestAdmin:
             assert (layout["current"], layout["target"], layout["phase"]) == (1, 1, "Stable")
             refused = admin.post("/admin/layout", json={"tensor": 2, "generation": 1})
             assert refused.status_code == 400
-            assert "tensor must be 1, the only feasible size here, got 2" in refused.json()["error"]["message"]
+            assert "tensor must be 1, the present size, got 2" in refused.json()["error"]["message"]
             assert admin.post("/admin/layout", json={"tensor": 1, "generation": 5}).json()["generation"] == 5
             old = admin.post("/admin/layout", json={"tensor": 1, "generation": 4})
             assert old.status_code == 409 and "generation 4 is older than 5" in old.json()["error"]["message"]

@@ -9,6 +9,8 @@ import torch
 from worker_harness import FixedRunner, plan
 
 from kvern_engine.core.plan import AddedRow, RowSampling
+from kvern_engine.model_config import ModelConfig
+from kvern_engine.parallel.layout import ModelShard
 from kvern_engine.worker import runner as runner_module
 from kvern_engine.worker.graphs import graph_sizes, padded_size
 from kvern_engine.worker.mixed_graphs import MixedStep, mixed_sizes
@@ -66,7 +68,8 @@ PROMPTS = [[7, 8, 9], [3], [4, 4], [1, 2, 3, 4, 5], [6]]
 
 def make(graphs: bool, logits: torch.Tensor = LOGITS) -> FixedRunner:
     fixed = FixedRunner(logits, max_num_seqs=6)
-    fixed.runner.model.config = type("Config", (), {"num_kv_heads": 1, "num_heads": 1, "head_dim": 2})  # type: ignore
+    shape = ModelConfig("FixedModel", logits.shape[-1], 2, 2, 1, 1, 1, 2, 64)
+    fixed.runner.model.config, fixed.runner.model.shard = shape, ModelShard.whole(shape)
     fixed.runner.model.dtype = torch.float32
     if graphs:
         fixed.runner.add_graphs()

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvern_engine.config import EngineConfig
 from kvern_engine.model_config import ModelConfig
+from kvern_engine.parallel.layout import Layout
 from kvern_engine.worker import limits, memory
 
 GIB = 1 << 30
@@ -70,8 +71,6 @@ def test_step_limits_by_device() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet; leave it at 1"),
-        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 is not supported yet"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 is not supported yet; leave it at auto"),
         ({"quantization": "fp8_per_channel"}, "quantization=fp8_per_channel is not supported yet"),
         ({"batch_invariant": True}, "batch_invariant=True is not supported yet"),
@@ -81,6 +80,16 @@ def test_what_comes_later_is_refused(fields: dict[str, object], text: str) -> No
     limits.check_supported(config())
     with pytest.raises(ValueError, match=text):
         limits.check_supported(config(**fields))
+
+
+def test_place_in_pod() -> None:
+    layout = Layout(tensor=2, pipeline=2)
+    assert limits.place_in_pod(None, None, layout, 3) == limits.Place(3, 4)
+    assert limits.place_in_pod("1", "2", layout, 3) == limits.Place(1, 2)
+    with pytest.raises(ValueError, match="KVERN_LOCAL_RANK must be a whole number, got '-1'"):
+        limits.place_in_pod("-1", "2", layout, 3)
+    with pytest.raises(ValueError, match=r"KVERN_LOCAL_RANK must be below KVERN_LOCAL_WORLD \(2\), got 3"):
+        limits.place_in_pod(None, "2", layout, 3)
 
 
 def test_cpu_threads() -> None:
@@ -94,8 +103,10 @@ def test_cpu_threads() -> None:
 
 
 def test_block_bytes() -> None:
-    assert memory.block_bytes(LLAMA_8B, 16, 2) == 16 * 131072
-    assert memory.block_bytes(LLAMA_8B, 1, 2) == LLAMA_8B.kv_bytes_per_token_at_2_bytes
+    shape = LLAMA_8B.num_layers, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim
+    assert memory.block_bytes(*shape, 16, 2) == 16 * 131072
+    assert memory.block_bytes(*shape, 1, 2) == LLAMA_8B.kv_bytes_per_token_at_2_bytes
+    assert memory.block_bytes(LLAMA_8B.num_layers // 2, 1, LLAMA_8B.head_dim, 16, 2) == 131072
 
 
 def test_available() -> None:

@@ -14,7 +14,8 @@ from worker_harness import GREEDY, plan
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.loop import WorkerDiedError
 from kvern_engine.core.plan import AddedRow, Reset
-from kvern_engine.transport import ProcessWorkerClient, encode
+from kvern_engine.transport import encode
+from kvern_engine.worker_client import GroupWorkerClient, Peer
 
 RUN = (
     "import sys; from kvern_engine.worker.process import worker_main; "
@@ -30,7 +31,7 @@ class Child:
         self.process.stdin.write(config.model_dump_json().encode())
         self.process.stdin.close()
         self.context: zmq.Context = zmq.Context()
-        self.client = ProcessWorkerClient(self.context, str(folder), 0, 0, self.process.pid)
+        self.client = GroupWorkerClient(self.context, str(folder), 0, [Peer(0, self.process.pid)])
 
     def close(self) -> None:
         self.client.close()
@@ -67,7 +68,7 @@ def test_real_model(start, tiny_path: str) -> None:  # type: ignore[no-untyped-d
     results = [child.client.collect(30.0), child.client.collect(30.0)]
     assert [(r.step, r.rows, len(r.tokens[0])) for r in results if r] == [(0, [0], 1), (1, [0], 1)]
     # A new core: everything is forgotten, the worker says hello again and takes plans from the beginning.
-    child.client._plans.send(encode(Reset(1)))
+    child.client._send(encode(Reset(1)))
     assert child.client.wait_ready() == ready
     child.client.submit(plan(0, [(0, 0, 3, True)], added=[first()]))
     again = child.client.collect(30.0)
@@ -134,7 +135,7 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     parent.stdin.close()
     pid = int(parent.stdout.readline())
     context: zmq.Context = zmq.Context()
-    client = ProcessWorkerClient(context, str(tmp_path), 0, 0, pid)
+    client = GroupWorkerClient(context, str(tmp_path), 0, [Peer(0, pid)])
     try:
         client.wait_ready()
         parent.kill()

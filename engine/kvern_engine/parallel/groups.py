@@ -1,0 +1,256 @@
+"""How the ranks of one engine meet and talk: torch.distributed, gloo on CPUs and NCCL on CUDA devices.
+
+`ParallelContext` is what a worker and its model know of the other ranks. Within a stage, ranks sum and gather
+(`TensorGroup`); between stages, hidden states go down and sampled tokens come back (`Pipeline`). With one rank every
+operation is the identity and torch.distributed is not touched. What a rank computes is decided in `layout.py`.
+
+All ranks run the same plans in the same order, so that operations match by order alone. Nobody waits to send: a stage
+waits only for what the stage before it, or the last stage at an earlier step, has computed. Each wait is thus for a
+smaller (step, stage), and any number of steps may be under way at once without a deadlock.
+"""
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+
+from kvern_engine.model_config import ModelConfig
+from kvern_engine.parallel.interfaces import use_interface
+from kvern_engine.parallel.layout import Layout, ModelShard, model_shard
+
+JOIN_SECONDS = 120.0  # how long a rank waits for the others of its engine
+_POLL_SECONDS = 0.05
+_MOST_SENDS = 8  # unfinished sends after which the oldest is waited for: what bounds the memory they hold
+
+
+# Its name since torch 2.13; the older one warns there.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class RankMissingError(ValueError):
+    """Ranks of an engine did not join in time; the text names them and says how long this one waited."""
+
+
+class TensorGroup:
+    """The ranks that share the layers of a stage. `size` 1: every operation gives back what it got."""
+
+    def __init__(self, size: int = 1, rank: int = 0, group: Any = None) -> None:
+        self.size, self.rank, self._group = size, rank, group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in `x` itself; the same bits on every rank."""
+        if self.size > 1 and x.numel():
+            dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`x` [R, n] of every rank side by side, [R, size * n], in rank order."""
+        if self.size == 1:
+            return x
+        rows, width = x.shape
+        gathered = x.new_empty(self.size * rows, width)
+        _all_gather(gathered, x.contiguous(), group=self._group)
+        return gathered.view(self.size, rows, width).transpose(0, 1).reshape(rows, self.size * width)
+
+
+class Pipeline:
+    """The ranks with this one's tensor rank, one a stage, as `ranks` of the engine's process group.
+
+    `groups` are the process groups for hidden states and for tokens: NCCL runs what goes through one group in order,
+    and tokens must not wait for hidden states of later steps.
+    """
+
+    def __init__(self, stage: int, ranks: Sequence[int], groups: tuple[Any, Any]) -> None:
+        self.stage, self._ranks = stage, list(ranks)
+        self._hidden, self._tokens = groups
+        self._sends: deque[tuple[Any, Tensor]] = deque()
+
+    def receive_hidden(self, buffer: Tensor) -> Tensor:
+        """Fills `buffer` with what the stage before sent next."""
+        dist.recv(buffer, self._ranks[self.stage - 1], group=self._hidden)
+        return buffer
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """To the next stage; `hidden` must not be changed afterwards."""
+        self._send(hidden, self._ranks[self.stage + 1], self._hidden)
+
+    def send_tokens(self, tokens: Tensor) -> None:
+        """From the last stage to all others; `tokens` must not be changed afterwards."""
+        for rank in self._ranks[:-1]:
+            self._send(tokens, rank, self._tokens)
+
+    def expect_tokens(self, buffer: Tensor) -> Callable[[], Any]:
+        """The last stage's next tokens will be in `buffer` once what is returned has been called."""
+        work: Any = dist.irecv(buffer, self._ranks[-1], group=self._tokens)
+        wait: Callable[[], Any] = work.wait
+        return wait
+
+    def _send(self, tensor: Tensor, rank: int, group: Any) -> None:
+        self._sends.append((dist.isend(tensor, rank, group=group), tensor))
+        while len(self._sends) > _MOST_SENDS * len(self._ranks):
+            self._sends.popleft()[0].wait()
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """One rank's place in its engine. `pipeline` is None where there is one stage."""
+
+    layout: Layout
+    rank: int
+    tensor: TensorGroup
+    pipeline: Pipeline | None = None
+    device: torch.device | None = None  # where numbers that ranks compare must lie: NCCL takes nothing else
+
+    @classmethod
+    def single(cls, rank: int = 0, layout: Layout | None = None) -> "ParallelContext":
+        """A rank that is an engine by itself."""
+        return cls(layout or Layout(data=rank + 1), rank, TensorGroup())
+
+    @property
+    def engine(self) -> int:
+        return self.layout.coordinates(self.rank)[0]
+
+    @property
+    def stage(self) -> int:
+        return self.layout.coordinates(self.rank)[1]
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.layout.coordinates(self.rank)[2]
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.layout.pipeline - 1
+
+    @property
+    def answers(self) -> bool:
+        """This rank's StepResults are the engine's."""
+        return self.rank == self.layout.answering_rank(self.engine)
+
+    def shard(self, model: ModelConfig) -> ModelShard:
+        """What this rank holds of `model`. Raises ValueError where the layout does not fit the model."""
+        return model_shard(model, self.layout, self.stage, self.tensor_rank)
+
+    def smallest(self, value: int) -> int:
+        """The smallest `value` of all ranks of the engine, which must all call this."""
+        if self.layout.engine_size == 1:
+            return value
+        found = torch.tensor(value, dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return int(found.item())
+
+    def close(self) -> None:
+        """Leave the process groups. The other ranks need not be there any more."""
+        if self.layout.engine_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def init_parallel(
+    layout: Layout,
+    engine: int,
+    rank: int,
+    rendezvous: str,
+    device: torch.device | None = None,
+    timeout: float = JOIN_SECONDS,
+) -> ParallelContext:
+    """Meets the other ranks of `engine` and connects to them; one engine of a process.
+
+    `rendezvous` is where: `file:///path` within a pod (a file that no earlier engine has used), `tcp://host:port`
+    across pods, where the engine's first rank listens. `device`: where this rank computes; a CUDA device is talked to
+    through NCCL and must be the current one. `timeout` in seconds. Raises RankMissingError; ValueError for a bad
+    rendezvous or a port that is taken.
+    """
+    if layout.coordinates(rank)[0] != engine:
+        raise ValueError(f"rank {rank} is not one of engine {engine} in {layout}")
+    if layout.engine_size == 1:
+        return ParallelContext.single(rank, layout)
+    within, size = rank - layout.ranks_of(engine)[0], layout.engine_size
+    begin = time.monotonic()
+    store = _open_store(rendezvous, within == 0, rank, layout.ranks_of(engine)[0], timeout)
+    _meet(store, layout.ranks_of(engine), rank, engine, rendezvous, begin + timeout)
+    cuda = device is not None and device.type == "cuda"
+    options: dict[str, Any] = {"device_id": device} if cuda else {}
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=PrefixStore("groups", store), rank=within, world_size=size, **options
+    )
+    return _connect(layout, engine, rank, device if cuda else None)
+
+
+def _connect(layout: Layout, engine: int, rank: int, device: torch.device | None) -> ParallelContext:
+    """The process groups of every stage and column; all ranks make all of them, in the same order."""
+    first = layout.ranks_of(engine)[0]
+    _, stage, tensor_rank = layout.coordinates(rank)
+    stages = [[r - first for r in layout.stage_ranks(engine, s)] for s in range(layout.pipeline)]
+    if layout.pipeline == 1:
+        return ParallelContext(layout, rank, TensorGroup(layout.tensor, tensor_rank, dist.group.WORLD), device=device)
+    tensor_groups = [dist.new_group(ranks) if layout.tensor > 1 else None for ranks in stages]
+    columns = [list(ranks) for ranks in zip(*stages, strict=True)]
+    pipelines = [(dist.new_group(ranks), dist.new_group(ranks)) for ranks in columns]
+    return ParallelContext(
+        layout,
+        rank,
+        TensorGroup(layout.tensor, tensor_rank, tensor_groups[stage]),
+        Pipeline(stage, columns[tensor_rank], pipelines[tensor_rank]),
+        device,
+    )
+
+
+def _open_store(rendezvous: str, is_first: bool, rank: int, first: int, timeout: float) -> Any:
+    url = urlsplit(rendezvous)
+    if url.scheme == "file" and url.path:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside this machine has to reach us
+        return FileStore(url.path)
+    if url.scheme != "tcp" or not url.hostname or not url.port:
+        raise ValueError(f"rendezvous must be file:///path or tcp://host:port, got {rendezvous!r}")
+    try:
+        use_interface()
+        return TCPStore(
+            url.hostname,
+            url.port,
+            is_master=is_first,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            # By itself it would listen on all interfaces.
+            master_listen_fd=_listen(url.hostname, url.port) if is_first else None,
+        )
+    except (dist.DistError, TimeoutError, RuntimeError, OSError) as error:
+        if is_first:
+            raise ValueError(f"rank {rank} cannot listen at {rendezvous}: {_first_line(error)}") from error
+        raise RankMissingError(
+            f"rank {rank} waited {timeout:.0f} s for rank {first} at {rendezvous}, which never answered"
+        ) from error
+
+
+def _listen(host: str, port: int) -> int:
+    """File descriptor of a socket that listens at this address alone; its owner closes it. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family).detach()
+
+
+def _meet(store: Any, ranks: Sequence[int], rank: int, engine: int, rendezvous: str, deadline: float) -> None:
+    """Returns when all `ranks` have come. Raises RankMissingError naming those that have not by `deadline`."""
+    begin = time.monotonic()
+    store.set(f"joined/{rank}", "1")
+    missing = list(ranks)
+    while missing := [r for r in missing if not store.check([f"joined/{r}"])]:
+        if time.monotonic() > deadline:
+            named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            raise RankMissingError(
+                f"{named} of engine {engine} did not join within {time.monotonic() - begin:.0f} s; rank {rank} waited "
+                f"at {rendezvous} and met {len(ranks) - len(missing)} of {len(ranks)} ranks"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
