@@ -18,27 +18,6 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return dict(error)
 
 
-def test_a_full_server_says_429_and_when_to_come_back(serve: Any) -> None:
-    server = serve("--max-waiting-requests", "4", "--sim-speed", "0.05", "--api-server-count", "2")
-    held = [Connection(server, "/v1/completions", {**LONG, "n": 1 + i % 2}) for i in range(4)]
-    for connection in held:
-        connection.read_until(b"data:")
-    for body in ({"prompt": [5]}, {"prompt": [5], "stream": True}):
-        for _ in range(4):  # whichever of the two API servers answers
-            refused = server.post("/v1/completions", **body)
-            error = error_of(refused, 429)
-            assert refused.headers["retry-after"] == "1"
-            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-            assert "4 requests in flight" in error["message"] and "max_waiting_requests" in error["message"]
-    assert server.metrics().total("vllm:admission_rejections_total", reason="queue_full") == 8
-    held[0].close()
-    wait_for(lambda: server.metrics().total("kvern:requests_in_flight") == 3)
-    assert server.complete([5], max_tokens=1).status_code == 200
-    for connection in held:
-        connection.close()
-    server.assert_at_rest(1.0)
-
-
 def test_what_cannot_fit_is_refused_before_anything_runs(tiny: Serve) -> None:
     """A context of 256; the answer names the numbers, as OpenAI's does."""
     for body, words in (
@@ -144,26 +123,41 @@ def test_request_ids(tiny: Serve) -> None:
     assert len({answer.json["id"] for answer in answers}) == 3
 
 
-def test_sigterm_drains_refuses_and_cuts_what_takes_too_long(serve: Any) -> None:
-    server = serve("--sim-speed", "0.5", "--api-server-count", "2", "--drain-timeout-seconds", "7")
-    short = {**LONG, "max_tokens": 100, "stream_options": {"include_usage": True}}
+def test_a_full_server_refuses_and_sigterm_drains_it(serve: Any) -> None:
+    """Nine requests are all that it takes; of these, what ends in time gets its answer, the rest an error."""
+    flags = ("--sim-speed", "0.5", "--drain-timeout-seconds", "5", "--max-waiting-requests", "9")
+    server: Serve = serve(*flags, "--api-server-count", "2")
+    short = {**LONG, "max_tokens": 120, "stream_options": {"include_usage": True}}
     streams = [Connection(server, "/v1/completions", short) for _ in range(6)]
     answer = Connection(server, "/v1/completions", {**short, "stream": False, "stream_options": None})
     endless = Connection(server, "/v1/completions", LONG)
-    waiting = Connection(server, "/v1/completions", {**LONG, "stream": False})
-    for stream in (*streams, endless):
+    waiting = Connection(server, "/v1/completions", {**LONG, "stream": False, "n": 2})
+    endless.read_until(b"data:")
+    wait_for(lambda: server.metrics().total("kvern:requests_in_flight") == 9)
+    _is_full(server)
+    for stream in streams:
         stream.read_until(b"data:")
     server.signal(signal.SIGTERM)
     wait_for(lambda: "draining" in server.text())
     wait_for(lambda: not _answers(server))
     for stream in streams:
         ended = parse(stream.rest())
-        assert ended.done and ended.usage["completion_tokens"] == 100
-    assert parse(answer.rest()).json["usage"]["completion_tokens"] == 100
+        assert ended.done and ended.usage["completion_tokens"] == 120
+    assert parse(answer.rest()).json["usage"]["completion_tokens"] == 120
     cut = parse(endless.rest())
     assert cut.done and cut.error is not None and cut.error["code"] == "shutting_down"
     assert parse(waiting.rest()).status == 503
     assert server.wait() == 0
+
+
+def _is_full(server: Serve) -> None:
+    for body in ({"prompt": [5]}, {"prompt": [5], "stream": True}) * 2:  # whichever of the two API servers answers
+        refused = server.post("/v1/completions", **body)
+        error = error_of(refused, 429)
+        assert refused.headers["retry-after"] == "1"
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert "9 requests in flight" in error["message"] and "max_waiting_requests" in error["message"]
+    assert server.metrics().total("vllm:admission_rejections_total", reason="queue_full") == 4
 
 
 def _answers(server: Serve) -> bool:
