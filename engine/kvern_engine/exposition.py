@@ -109,7 +109,7 @@ def _engine_families(view: PodView, model: str) -> Iterator[Metric]:
     now = time.monotonic()
     for key, e in engines:
         stats = e.stats
-        waiting.add_metric((*key, "capacity"), max(0, stats.num_waiting - stats.num_waiting_deferred))
+        waiting.add_metric((*key, "capacity"), stats.num_waiting - stats.num_waiting_deferred)
         waiting.add_metric((*key, "deferred"), stats.num_waiting_deferred)
         for state, count in (("total", e.num_blocks), ("free", stats.blocks_free), ("cached", stats.blocks_cached)):
             blocks.add_metric((*key, state), count)

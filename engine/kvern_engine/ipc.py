@@ -62,8 +62,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     engine: int
     num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_deferred: int = 0
+    num_waiting: int = 0  # choices, as in num_running
+    num_waiting_deferred: int = 0  # those of them that will fork from a sibling whose prompt is not computed
     kv_cache_usage: float = 0.0
     blocks_total: int = 0
     blocks_free: int = 0

@@ -398,13 +398,14 @@ class Scheduler:
         for seq in running:
             held = max(seq.num_computed, len(seq.tokens) if seq.state is State.PREFILL else 0)
             wasted += max(len(seq.blocks) * self.pool.block_size - held, 0)
+        deferred = sum(len(request.deferred) for request in books.forking)
         iterations = list(self._iterations)
         self._iterations.clear()
         return EngineStats(
             engine=engine,
             num_running=books.num_running,
-            num_waiting=len(books.waiting),
-            num_waiting_deferred=sum(len(request.deferred) for request in books.forking),
+            num_waiting=len(books.waiting) + deferred,
+            num_waiting_deferred=deferred,
             kv_cache_usage=pool.used / pool.total,
             blocks_total=pool.total,
             blocks_free=pool.free,

@@ -405,7 +405,7 @@ def test_stats() -> None:
     engine.add("b", 6, n=2, max_tokens=3)
     engine.step()
     stats = engine.core.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_waiting_deferred) == (1, 1, 1)
+    assert (stats.num_running, stats.num_waiting, stats.num_waiting_deferred) == (1, 2, 1)
     assert (stats.kv_cache_usage, stats.blocks_total, stats.blocks_free) == (0.2, 10, 8)
     assert stats.kv_waste == 2 / 8
     assert (stats.steps, stats.step_tokens, stats.iteration_tokens) == (1, 6, [6])

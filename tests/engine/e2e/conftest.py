@@ -11,10 +11,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this fi
 
 from e2e_harness import TINY, Serve
 
+BLOCKS = ("--num-gpu-blocks-override", "600")
 SHARED: dict[str, tuple[str, ...]] = {
     "smol": ("builtin://smollm2-135m", "--max-model-len", "1024", "--kv-cache-memory-bytes", "268435456"),
-    # Small on purpose: a pool of four contexts, so that requests preempt each other.
-    "tiny": (str(TINY), "--device", "cpu", "--max-model-len", "256", "--num-gpu-blocks-override", "60"),
+    # Small on purpose: a pool of two and a half contexts, so that requests preempt each other.
+    "tiny": (str(TINY), "--device", "cpu", "--max-model-len", "256", "--num-gpu-blocks-override", "40"),
+    # A thousand tokens take minutes: time enough to look at requests that run and to leave them.
+    "slow": (str(TINY), "--device", "sim", "--sim-speed", "0.05", "--max-num-seqs", "8", *BLOCKS),
     # Ten times an H200's speed: this machine, not the simulated one, sets the pace.
     "sim": (str(TINY), "--device", "sim", "--sim-speed", "10", "--api-server-count", "2", "--data-parallel-size", "2"),
 }
@@ -52,6 +55,11 @@ def smol(fleet: dict[str, Serve]) -> Iterator[Serve]:
 @pytest.fixture
 def tiny(fleet: dict[str, Serve]) -> Iterator[Serve]:
     yield from _at_rest(fleet, "tiny")
+
+
+@pytest.fixture
+def slow(fleet: dict[str, Serve]) -> Iterator[Serve]:
+    yield from _at_rest(fleet, "slow")
 
 
 @pytest.fixture

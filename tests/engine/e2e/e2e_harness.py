@@ -246,13 +246,9 @@ def ask_all(server: Serve, bodies: Sequence[dict[str, Any]], path: str = "/v1/co
 class Connection:
     """A raw connection with a request on it, to be read in part and cut."""
 
-    def __init__(self, server: Serve, path: str, body: Any, receive_buffer: int = 0) -> None:
-        self.socket = socket.socket()
-        if receive_buffer:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self.socket.settimeout(30)
-        self.socket.connect(server.address)
-        self.socket.sendall(request_bytes(path, body, "Connection: close"))
+    def __init__(self, server: Serve, path: str, body: Any, *headers: str) -> None:
+        self.socket = socket.create_connection(server.address, timeout=30)
+        self.socket.sendall(request_bytes(path, body, "Connection: close", *headers))
         self.received = b""
 
     def read_until(self, text: bytes) -> None:

@@ -12,18 +12,6 @@ import pytest
 from e2e_harness import Connection, Samples, Serve, ask_all, request_bytes, wait_for
 
 LONG = {"prompt": [9] * 50, "max_tokens": 8000, "ignore_eos": True}
-SLOW = "--sim-speed", "0.05"  # 8,000 tokens would take a quarter of an hour
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from e2e_harness import TINY
-
-    flags = ("--device", "sim", *SLOW, "--max-num-seqs", "8", "--num-gpu-blocks-override", "600")
-    server = Serve(str(TINY), *flags, tmp=tmp_path_factory.mktemp("slow"))
-    yield server
-    server.stop()
-    assert "Traceback" not in server.text(), server.text()
 
 
 def aborts(samples: Samples) -> float:
@@ -95,20 +83,6 @@ def test_the_openai_client_leaves_a_stream(slow: Serve) -> None:
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.3).completions.create(model="tiny-kjv", prompt="x", max_tokens=4000)
         slow.assert_at_rest(1.0)
-
-
-def test_a_reader_that_stands_still_holds_up_nobody(sim: Serve) -> None:
-    """A client that does not read: the engine finishes and lets go of its blocks, others are answered meanwhile, and
-    when it leaves at last, nothing of it is left in the server either."""
-    body = {**LONG, "stream": True, "logprobs": 20}  # some ten megabytes: more than sockets hold
-    stuck = Connection(sim, "/v1/completions", body, receive_buffer=4096)
-    stuck.read_until(b"data:")
-    (answer,) = ask_all(sim, [{"prompt": [5], "max_tokens": 30, "ignore_eos": True}])
-    assert answer.json["usage"]["completion_tokens"] == 30
-    wait_for(lambda: running(sim) == 0, 20.0)
-    assert sim.metrics().total("kvern:requests_in_flight") == 1
-    stuck.close()
-    sim.assert_at_rest(1.0)
 
 
 def test_half_a_request_is_nothing(slow: Serve) -> None:

@@ -33,7 +33,7 @@ def test_what_the_page_offers(tiny: Serve, mode: GenerationMode) -> None:
 
     def try_all(operation: Any) -> None:
         @given(operation.as_strategy(mode))
-        @settings(QUICK, max_examples=15)
+        @settings(QUICK, max_examples=10)
         def send(case: Any) -> None:
             tried[operation.label] += 1
             case.call_and_validate(excluded_checks=[positive_data_acceptance])
@@ -119,7 +119,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     path = draw(st.sampled_from(ENDPOINTS))
     body: dict[str, Any] = dict(draw(st.sampled_from(GOOD[path])))
     names = [*FIELDS.split(), *list(body) * 4] if path.startswith("/v1") else [*list(body), "model", "messages"]
-    for name in draw(st.lists(st.sampled_from(names), max_size=3, unique=True)):
+    for name in draw(st.lists(st.sampled_from(names), max_size=2, unique=True)):
         body[name] = draw(LIKELY.get(name, ANY) if draw(st.integers(0, 5)) else ANY)
     if path.startswith("/v1"):
         body.setdefault("max_tokens", 6)
@@ -146,7 +146,7 @@ def test_bodies_of_every_kind(tiny: Serve) -> None:
     with httpx.Client(base_url=tiny.url, timeout=30) as client:
 
         @given(bodies(), st.booleans())
-        @settings(QUICK, max_examples=500)
+        @settings(QUICK, max_examples=350)
         def send(asked: tuple[str, dict[str, Any]], escaped: bool) -> None:
             path, body = asked
             content = json.dumps(body, ensure_ascii=escaped).encode("utf-8", "surrogatepass")
@@ -156,7 +156,7 @@ def test_bodies_of_every_kind(tiny: Serve) -> None:
 
         send()
     for path in ENDPOINTS:
-        assert seen[path, 2] >= 10 and seen[path, 4] >= 10, ("the bodies are all good or all bad", seen)
+        assert seen[path, 2] >= 5 and seen[path, 4] >= 5, ("the bodies are all good or all bad", seen)
 
 
 def test_bytes_that_are_no_json(tiny: Serve) -> None:

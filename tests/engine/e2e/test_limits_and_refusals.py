@@ -2,12 +2,11 @@
 
 import signal
 import subprocess
-import time
 from typing import Any
 
 import httpx
 import pytest
-from e2e_harness import KVERN, TINY, Connection, Serve, ask_all, parse, request_bytes, wait_for
+from e2e_harness import KVERN, TINY, Connection, Serve, ask_all, parse, wait_for
 
 LONG = {"prompt": [9] * 20, "max_tokens": 8000, "ignore_eos": True, "stream": True}
 
@@ -17,27 +16,6 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return dict(error)
-
-
-def test_a_full_server_says_429_and_when_to_come_back(serve: Any) -> None:
-    server = serve("--max-waiting-requests", "4", "--sim-speed", "0.05", "--api-server-count", "2")
-    held = [Connection(server, "/v1/completions", {**LONG, "n": 1 + i % 2}) for i in range(4)]
-    for connection in held:
-        connection.read_until(b"data:")
-    for body in ({"prompt": [5]}, {"prompt": [5], "stream": True}):
-        for _ in range(4):  # whichever of the two API servers answers
-            refused = server.post("/v1/completions", **body)
-            error = error_of(refused, 429)
-            assert refused.headers["retry-after"] == "1"
-            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-            assert "4 requests in flight" in error["message"] and "max_waiting_requests" in error["message"]
-    assert server.metrics().total("vllm:admission_rejections_total", reason="queue_full") == 8
-    held[0].close()
-    wait_for(lambda: server.metrics().total("kvern:requests_in_flight") == 3)
-    assert server.complete([5], max_tokens=1).status_code == 200
-    for connection in held:
-        connection.close()
-    server.assert_at_rest(1.0)
 
 
 def test_what_cannot_fit_is_refused_before_anything_runs(tiny: Serve) -> None:
@@ -137,32 +115,49 @@ def test_request_ids(tiny: Serve) -> None:
         made = httpx.get(f"{tiny.url}/v1/models", headers={"X-Request-Id": bad}).headers["x-request-id"]
         assert len(made) == 32 and made != bad
     # The same id twice at once: ids of the engine are the server's own.
-    head = "X-Request-Id: same", "Connection: close"
     body = {"prompt": "And God said", "max_tokens": 20, "ignore_eos": True, "temperature": 0}
-    connections = [Connection(tiny, "/v1/completions", {**body, "stream": True}) for _ in range(2)]
-    for connection in connections:
-        connection.socket.sendall(request_bytes("/v1/completions", body, *head))
-    answers = [connection.rest() for connection in connections]
-    assert all(raw.count(b'"completion_tokens":20') == 1 and b"x-request-id: same" in raw for raw in answers)
+    connections = [Connection(tiny, "/v1/completions", body, "X-Request-Id: same") for _ in range(3)]
+    answers = [parse(connection.rest()) for connection in connections]
+    assert [answer.json["usage"]["completion_tokens"] for answer in answers] == [20] * 3
+    assert {answer.headers["x-request-id"] for answer in answers} == {"same"}
+    assert len({answer.json["id"] for answer in answers}) == 3
 
 
-def test_sigterm_drains_streams_and_refuses_the_rest(serve: Any) -> None:
-    server = serve("--sim-speed", "0.5", "--api-server-count", "2")
-    body = {**LONG, "max_tokens": 250, "stream_options": {"include_usage": True}}
-    streams = [Connection(server, "/v1/completions", body) for _ in range(6)]
-    answers = [Connection(server, "/v1/completions", {**body, "stream": False, "stream_options": None})]
+def test_a_full_server_refuses_and_sigterm_drains_it(serve: Any) -> None:
+    """Nine requests are all that it takes; of these, what ends in time gets its answer, the rest an error."""
+    flags = ("--sim-speed", "0.5", "--drain-timeout-seconds", "5", "--max-waiting-requests", "9")
+    server: Serve = serve(*flags, "--api-server-count", "2")
+    short = {**LONG, "max_tokens": 120, "stream_options": {"include_usage": True}}
+    streams = [Connection(server, "/v1/completions", short) for _ in range(6)]
+    answer = Connection(server, "/v1/completions", {**short, "stream": False, "stream_options": None})
+    endless = Connection(server, "/v1/completions", LONG)
+    waiting = Connection(server, "/v1/completions", {**LONG, "stream": False, "n": 2})
+    endless.read_until(b"data:")
+    wait_for(lambda: server.metrics().total("kvern:requests_in_flight") == 9)
+    _is_full(server)
     for stream in streams:
         stream.read_until(b"data:")
-    idle = Connection(server, "/v1/completions", {"prompt": [5], "max_tokens": 1})
-    idle.read_until(b"}")
     server.signal(signal.SIGTERM)
     wait_for(lambda: "draining" in server.text())
     wait_for(lambda: not _answers(server))
     for stream in streams:
-        stream.read_until(b"[DONE]")
-        assert b'"completion_tokens":250' in stream.received
-    answers[0].read_until(b'"completion_tokens":250')
+        ended = parse(stream.rest())
+        assert ended.done and ended.usage["completion_tokens"] == 120
+    assert parse(answer.rest()).json["usage"]["completion_tokens"] == 120
+    cut = parse(endless.rest())
+    assert cut.done and cut.error is not None and cut.error["code"] == "shutting_down"
+    assert parse(waiting.rest()).status == 503
     assert server.wait() == 0
+
+
+def _is_full(server: Serve) -> None:
+    for body in ({"prompt": [5]}, {"prompt": [5], "stream": True}) * 2:  # whichever of the two API servers answers
+        refused = server.post("/v1/completions", **body)
+        error = error_of(refused, 429)
+        assert refused.headers["retry-after"] == "1"
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert "9 requests in flight" in error["message"] and "max_waiting_requests" in error["message"]
+    assert server.metrics().total("vllm:admission_rejections_total", reason="queue_full") == 4
 
 
 def _answers(server: Serve) -> bool:
@@ -177,43 +172,22 @@ def _answers(server: Serve) -> bool:
     return True
 
 
-def test_a_drain_that_takes_too_long_ends_streams_with_an_error(serve: Any) -> None:
-    server = serve("--sim-speed", "0.05", "--drain-timeout-seconds", "1.5")
-    stream = Connection(server, "/v1/completions", LONG)
-    answer = Connection(server, "/v1/completions", {**LONG, "stream": False})
-    stream.read_until(b"data:")
-    began = time.monotonic()
-    server.signal(signal.SIGTERM)
-    cut = parse(stream.rest())
-    assert cut.done and cut.error is not None and cut.error["code"] == "shutting_down"
-    assert parse(answer.rest()).status == 503
-    assert server.wait() == 0
-    assert time.monotonic() - began < 5.0
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--swap-space", "4"], "--swap-space was removed: a preempted request is recomputed"),
         (["--max-model-length", "4"], "did you mean --max-model-len?"),
-        (["--max-model-len", "0"], "--max-model-len"),
         (["--block-size", "24"], "--block-size must be a power of two, got 24"),
-        (["--kv-cache-dtype", "fp4"], "'fp4'"),
-        (["--gpu-memory-utilization", "1.5"], "1.5"),
         (["--quantization", "awq"], "awq is not offered yet"),
-        (["--trust-remote-code"], "Kvern never runs code that a model brings"),
         (["--admin-port", "0"], "--admin-port needs --admin-token-file"),
-        (["--enable-lora"], "LoRA adapters are not offered yet"),
         (["--batch-invariant"], "batch_invariant=True is not supported yet; leave it at False"),
-        (["--max-model-len", "9999", "--device", "cpu"], "max_model_len must be at most 512"),
     ],
 )
 def test_flags_that_cannot_be(flags: list[str], words: str) -> None:
     ended = subprocess.run([KVERN, "serve", str(TINY), *flags], capture_output=True, text=True, timeout=60, check=False)
-    *started, line = ended.stderr.splitlines()
+    (line,) = ended.stderr.splitlines()
     assert line.startswith("kvern serve: error: ") and words in line
-    assert "died" not in line and "Traceback" not in ended.stderr
-    assert ended.returncode == (1 if started or "supported yet" in line else 2)
+    assert ended.returncode == (1 if "supported yet" in line else 2)
 
 
 def test_a_model_that_is_not_there() -> None:

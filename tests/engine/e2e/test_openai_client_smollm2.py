@@ -26,7 +26,7 @@ def chat(client: openai.OpenAI, messages: Any = PARIS, **fields: Any) -> Any:
 
 
 def complete(client: openai.OpenAI, prompt: Any = STORY, **fields: Any) -> Any:
-    known = {"temperature": 0, "max_tokens": 10, **fields}
+    known = {"temperature": 0, "max_tokens": 5, **fields}
     extra = {k: known.pop(k) for k in list(known) if k in EXTRA}
     return client.completions.create(model="smollm2-135m", prompt=prompt, extra_body=extra, **known)
 
@@ -95,15 +95,15 @@ def test_it_says_paris_and_the_second_time_from_the_cache(smol: Serve, client: o
 
 def test_seeds(client: openai.OpenAI) -> None:
     def sample(**fields: Any) -> list[str]:
-        return [c.text for c in complete(client, temperature=1, top_p=0.95, max_tokens=8, **fields).choices]
+        return [c.text for c in complete(client, temperature=1, top_p=0.95, max_tokens=5, **fields).choices]
 
     first = sample(seed=7, n=3)
     assert len(set(first)) == 3
     assert sample(seed=7, n=3) == first
     assert sample(seed=8, n=2) == first[1:], "choice i is drawn with seed + i"
     assert sample(seed=9) == first[2:]
-    texts, _, usage = streamed(complete(client, temperature=1, top_p=0.95, max_tokens=8, seed=7, n=3, **STREAM))
-    assert texts == first and usage.completion_tokens == 24
+    texts, _, usage = streamed(complete(client, temperature=1, top_p=0.95, max_tokens=5, seed=7, n=3, **STREAM))
+    assert texts == first and usage.completion_tokens == 15
     assert sample() != sample(), "without a seed each request has its own"
 
 
@@ -116,7 +116,7 @@ def test_stop_strings_cut_exactly_and_never_leak(client: openai.OpenAI, stream: 
         assert (choice.finish_reason, choice.stop_reason) == ("stop", fields["stop"][0])
         return str(choice.message.content)
 
-    for stop in ("ris", " of Fr", "T", "."):
+    for stop in ("ris", " of Fr", "T"):
         assert text_of(stop=[stop, "Rome"]) == ANSWER[: ANSWER.index(stop)]
         kept = text_of(stop=[stop], include_stop_str_in_output=True)
         assert kept == ANSWER[: ANSWER.index(stop) + len(stop)]
@@ -169,14 +169,13 @@ def test_prompts_of_every_kind(smol: Serve, client: openai.OpenAI) -> None:
     ids = [smol.post("/tokenize", prompt=p).json()["tokens"] for p in (STORY, other)]
     alone = [complete(client, p).choices[0].text for p in (STORY, other)]
     assert complete(client, ids[0]).choices[0].text == alone[0]
-    for prompts in ([STORY, other], ids):
-        answer = complete(client, prompts, n=2)
-        assert [(c.index, c.text) for c in answer.choices] == list(enumerate([alone[0]] * 2 + [alone[1]] * 2))
-        assert answer.usage.prompt_tokens == sum(map(len, ids)) and answer.usage.completion_tokens == 40
-        texts, _, usage = streamed(complete(client, prompts, n=2, **STREAM))
-        assert texts == [alone[0]] * 2 + [alone[1]] * 2 and usage == answer.usage.model_copy(
-            update={"prompt_tokens_details": usage.prompt_tokens_details}
-        )
+    twice = [alone[0]] * 2 + [alone[1]] * 2
+    answer = complete(client, [STORY, other], n=2)
+    assert [(c.index, c.text) for c in answer.choices] == list(enumerate(twice))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (sum(map(len, ids)), 20)
+    texts, _, usage = streamed(complete(client, ids, n=2, **STREAM))
+    assert texts == twice
+    assert (usage.prompt_tokens, usage.completion_tokens) == (sum(map(len, ids)), 20)
     back = smol.post("/detokenize", tokens=ids[1]).json()["prompt"]
     assert back == other
     assert complete(client, STORY, max_tokens=None).usage.completion_tokens == 16, "OpenAI's default"
