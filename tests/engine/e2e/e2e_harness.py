@@ -177,7 +177,7 @@ class Answer:
         return reason
 
     def _choices(self, index: int) -> list[dict[str, Any]]:
-        return [c for e in self.events for c in e.get("choices", ()) if c["index"] == index]
+        return [c for e in self.events or [self.json] for c in e.get("choices", ()) if c["index"] == index]
 
     @property
     def usage(self) -> dict[str, Any]:

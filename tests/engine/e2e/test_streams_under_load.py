@@ -74,12 +74,13 @@ def test_preemption_shared_prefixes_and_forks_change_no_answer(tiny: Serve, prom
 
 
 def test_seeded_samples_survive_preemption(tiny: Serve, prompts: list[str]) -> None:
-    bodies = [
-        {"prompt": p, "max_tokens": 64, "ignore_eos": True, "temperature": 0.7, "seed": i, "frequency_penalty": 0.5}
-        for i, p in enumerate(prompts)
-    ]
+    # min_p: in the tail of a distribution rounding (which differs with what runs beside) can decide between two tokens.
+    sampled = {"max_tokens": 64, "ignore_eos": True, "temperature": 0.7, "frequency_penalty": 0.5, "min_p": 0.05}
+    bodies = [{**sampled, "prompt": prompt, "seed": i} for i, prompt in enumerate(prompts)]
+    alone = [ask_all(tiny, [body])[0].text() for body in bodies]
     before = tiny.metrics()
-    together = [answer.json["choices"][0]["text"] for answer in ask_all(tiny, bodies)]
-    assert tiny.metrics().grown(before, "vllm:num_preemptions_total") > 0
-    alone = [ask_all(tiny, [body])[0].json["choices"][0]["text"] for body in bodies]
-    assert together == alone
+    for _ in range(5):  # after preemptions the scheduler keeps more room free for a while
+        assert [answer.text() for answer in ask_all(tiny, bodies)] == alone
+        if tiny.metrics().grown(before, "vllm:num_preemptions_total"):
+            return
+    pytest.fail("nobody was preempted: nothing is tested")
