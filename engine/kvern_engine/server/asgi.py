@@ -22,6 +22,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+BODY_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -63,7 +64,8 @@ def check_json_type(scope: Scope) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises ApiError 413 above `limit` bytes, ClientGone where the client leaves meanwhile."""
+    """The whole body. Raises ApiError 413 above `limit` bytes and 408 for one that does not end (it holds a place in
+    flight, and a drain waits for it), ClientGone where the client leaves meanwhile."""
     too_large = ApiError(
         f"The body is larger than {limit} bytes (max_body_bytes).",
         status=413,
@@ -73,17 +75,22 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     length = header(scope, b"content-length")
     if length is not None and length.isdecimal() and int(length) > limit:
         raise too_large
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone("the client left before its request was complete")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
-            raise too_large
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    parts, size, more = [], 0, True
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("the client left before its request was complete")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limit:
+                    raise too_large
+                more = message.get("more_body", False)
+    except TimeoutError:
+        text = f"The body did not arrive within {BODY_SECONDS:g} seconds."
+        raise ApiError(text, status=408, code="request_timeout", headers={"Connection": "close"}) from None
+    return b"".join(parts)
 
 
 async def send_json(send: Send, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:

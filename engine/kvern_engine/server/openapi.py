@@ -42,6 +42,7 @@ _STATUSES = {
     401: "No valid API key.",
     404: "No such model or path.",
     405: "The path does not take this method.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too many requests in flight; see Retry-After.",

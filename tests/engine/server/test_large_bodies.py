@@ -1,13 +1,14 @@
 """Bodies of megabytes: what is too much is refused before anything looks at each of its values, in few words."""
 
 import json
+import socket
 import threading
 import time
 from typing import Any
 
 import httpx
 import pytest
-from server_harness import Setup
+from server_harness import Setup, wait_until
 
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.prompts import PromptReader
@@ -86,6 +87,20 @@ def test_text_beyond_what_is_tokenized(live: Setup, http: httpx.Client) -> None:
     chat = {"messages": [{"role": "user", "content": long}]}
     assert http.post("/tokenize", json=chat).json()["error"]["message"].startswith("messages must be at most 2097152")
     assert http.post("/tokenize", json={"prompt": "beginning " * 5000}).json()["count"] > 5000
+
+
+def test_a_body_that_never_ends_gives_its_place_back(live: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvern_engine.server.asgi.BODY_SECONDS", 0.3)
+    server = live.servers[0]
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as slow:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+        slow.sendall(head.encode() + b'{"prompt":')
+        wait_until(lambda: server.state.metrics.in_flight() == 1)
+        answer = slow.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 408") and b"connection: close" in answer.lower()
+    assert b"The body did not arrive within 0.3 seconds." in answer
+    wait_until(lambda: server.state.metrics.in_flight() == 0)
 
 
 async def test_tokens_that_the_model_has_no_row_for_are_refused(tokenizer: Tokenizer) -> None:
