@@ -86,6 +86,7 @@ def serve(config: EngineConfig) -> int:
     try:
         files = resolve_model(config.model, config.revision)  # before anything starts: is it there at all?
         check_supported(config)
+        _check_files(config)
         devices = devices_visible(os.environ)
         check_devices(config, devices)
         if note := shared_memory_note(config, devices, free_shared_memory()):
@@ -107,6 +108,12 @@ def serve(config: EngineConfig) -> int:
             return Supervisor(config, name, str(folder.path), *listeners, signals).run()
     except (ModelNotFoundError, ValueError, OSError) as error:  # ListenError and AddressError are OSErrors
         raise StartError(str(error)) from None
+
+
+def _check_files(config: EngineConfig) -> None:
+    for flag, path in (("--chat-template", config.chat_template), ("--tokenizer", config.tokenizer)):
+        if path and not Path(path).exists():
+            raise StartError(f"{flag} {path}: there is no such {'file' if flag != '--tokenizer' else 'folder or file'}")
 
 
 def _listen(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[socket.socket, socket.socket | None]:

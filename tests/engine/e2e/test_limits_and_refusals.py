@@ -180,6 +180,7 @@ def _answers(server: Serve) -> bool:
         (["--block-size", "24"], "--block-size must be a power of two, got 24"),
         (["--quantization", "awq"], "awq is not offered yet"),
         (["--admin-port", "0"], "--admin-port needs --admin-token-file"),
+        (["--chat-template", "/no/such.jinja"], "--chat-template /no/such.jinja: there is no such file"),
         (["--batch-invariant"], "batch_invariant=True is not supported yet; leave it at False"),
     ],
 )
@@ -187,7 +188,7 @@ def test_flags_that_cannot_be(flags: list[str], words: str) -> None:
     ended = subprocess.run([KVERN, "serve", str(TINY), *flags], capture_output=True, text=True, timeout=60, check=False)
     (line,) = ended.stderr.splitlines()
     assert line.startswith("kvern serve: error: ") and words in line
-    assert ended.returncode == (1 if "supported yet" in line else 2)
+    assert ended.returncode == (1 if "supported yet" in line or "no such" in line else 2)
 
 
 def test_a_model_that_is_not_there() -> None:
