@@ -135,7 +135,7 @@ async def run_session(
             await _stream(session, renderer, context, send)
         else:
             await _answer(session, renderer, send)
-        context.finish = "done"
+        context.finish = context.finish or "done"  # a stream that ended with an error event says so itself
     finally:
         watch.cancel()
         session.release("abort")

@@ -62,6 +62,9 @@ def test_kill_9_of_the_only_engine(serve: Any) -> None:
     assert time.monotonic() - killed < 2.0, "all of this while the process still answers"
     assert server.wait() == 1
     assert words in server.text()
+    # Streams had begun with a 200: the access log must say how they ended.
+    lines = [line for line in server.text().splitlines() if "msg=request" in line and "status=200" in line]
+    assert sum("finish=error" in line for line in lines) == 5 and not any("finish=done" in line for line in lines)
 
 
 def test_one_engine_of_two_and_then_the_other_at_idle(serve: Any) -> None:
