@@ -22,13 +22,15 @@ SHARED: dict[str, tuple[str, ...]] = {
     "sim": (str(TINY), "--device", "sim", "--sim-speed", "10", "--api-server-count", "2", "--data-parallel-size", "2"),
 }
 
+THREADS = {"smol": {"OMP_NUM_THREADS": "2"}}
+
 
 @pytest.fixture(scope="session")
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve]]:
     """The shared servers that the chosen tests need, started side by side."""
     needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     servers = {
-        name: Serve(*arguments, tmp=tmp_path_factory.mktemp(name))
+        name: Serve(*arguments, tmp=tmp_path_factory.mktemp(name), env=THREADS.get(name))
         for name, arguments in SHARED.items()
         if name in needed
     }

