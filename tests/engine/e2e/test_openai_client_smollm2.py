@@ -1,7 +1,8 @@
 """The openai client against a real server with SmolLM2-135M-Instruct: every parameter, streaming and not."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -72,6 +73,12 @@ def streamed(chunks: Any) -> tuple[list[str], list[Any], Any]:
     return [texts[i] for i in sorted(texts)], entries, usage
 
 
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of all calls, made at once: the model computes several tokens in the time of one."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -97,15 +104,22 @@ def test_it_says_paris_and_the_second_time_from_the_cache(smol: Serve, client: o
 
 def test_seeds(client: openai.OpenAI) -> None:
     def sample(**fields: Any) -> list[str]:
-        return [c.text for c in complete(client, temperature=1, top_p=0.95, max_tokens=5, **fields).choices]
+        return [c.text for c in complete(client, **sampled, **fields).choices]
 
-    first = sample(seed=7, n=3)
+    sampled = {"temperature": 1, "top_p": 0.95, "max_tokens": 5}
+    first, again, next_seed, (texts, _, usage), *free = together(
+        lambda: sample(seed=7, n=3),
+        lambda: sample(seed=7, n=3),
+        lambda: sample(seed=8, n=2),
+        lambda: streamed(complete(client, **sampled, seed=7, n=3, **STREAM)),
+        sample,
+        sample,
+    )
     assert len(set(first)) == 3
-    assert sample(seed=7, n=3) == first
-    assert sample(seed=8, n=2) == first[1:], "choice i is drawn with seed + i"
-    texts, _, usage = streamed(complete(client, temperature=1, top_p=0.95, max_tokens=5, seed=7, n=3, **STREAM))
+    assert again == first
+    assert next_seed == first[1:], "choice i is drawn with seed + i"
     assert texts == first and usage.completion_tokens == 15
-    assert sample() != sample(), "without a seed each request has its own"
+    assert free[0] != free[1], "without a seed each request has its own"
 
 
 @pytest.mark.parametrize("stream", [{}, STREAM], ids=["answer", "stream"])
@@ -117,9 +131,12 @@ def test_stop_strings_cut_exactly_and_never_leak(client: openai.OpenAI, stream: 
         assert (choice.finish_reason, choice.stop_reason) == ("stop", fields["stop"][0])
         return str(choice.message.content)
 
-    for stop in (" of Fr", "T"):
-        assert text_of(stop=[stop, "Rome"]) == ANSWER[: ANSWER.index(stop)]
-    assert text_of(stop=["e is P"], include_stop_str_in_output=True) == "The capital of France is P"
+    early, first, kept = together(
+        lambda: text_of(stop=[" of Fr", "Rome"]),
+        lambda: text_of(stop=["T", "Rome"]),
+        lambda: text_of(stop=["e is P"], include_stop_str_in_output=True),
+    )
+    assert (early, first, kept) == ("The capital", "", "The capital of France is P")
 
 
 def test_logprobs_of_a_greedy_answer(client: openai.OpenAI) -> None:
@@ -167,18 +184,23 @@ def test_what_was_generated_scores_the_same_as_a_prompt(smol: Serve, client: ope
 def test_prompts_of_every_kind(smol: Serve, client: openai.OpenAI) -> None:
     other = "The sun rises in the"
     ids = [smol.post("/tokenize", prompt=p).json()["tokens"] for p in (STORY, other)]
-    alone = [complete(client, p).choices[0].text for p in (STORY, other)]
-    assert complete(client, ids[0]).choices[0].text == alone[0]
-    twice = [alone[0]] * 2 + [alone[1]] * 2
-    answer = complete(client, [STORY, other], n=2)
+    first, second, by_ids, answer, (texts, _, usage), default = together(
+        lambda: complete(client, STORY).choices[0].text,
+        lambda: complete(client, other).choices[0].text,
+        lambda: complete(client, ids[0]).choices[0].text,
+        lambda: complete(client, [STORY, other], n=2),
+        lambda: streamed(complete(client, ids, n=2, **STREAM)),
+        lambda: complete(client, STORY, max_tokens=None),
+    )
+    assert by_ids == first
+    twice = [first, first, second, second]
     assert [(c.index, c.text) for c in answer.choices] == list(enumerate(twice))
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (sum(map(len, ids)), 20)
-    texts, _, usage = streamed(complete(client, ids, n=2, **STREAM))
     assert texts == twice
     assert (usage.prompt_tokens, usage.completion_tokens) == (sum(map(len, ids)), 20)
+    assert default.usage.completion_tokens == 16, "OpenAI's default"
     back = smol.post("/detokenize", tokens=ids[1]).json()["prompt"]
     assert back == other
-    assert complete(client, STORY, max_tokens=None).usage.completion_tokens == 16, "OpenAI's default"
 
 
 def test_a_bias_forces_and_forbids_tokens(smol: Serve, client: openai.OpenAI) -> None:
@@ -190,48 +212,61 @@ def test_a_bias_forces_and_forbids_tokens(smol: Serve, client: openai.OpenAI) ->
 
 
 def test_min_tokens_stop_token_ids_and_ignore_eos(smol: Serve, client: openai.OpenAI) -> None:
-    longer = chat(client, min_tokens=11)
+    (of,) = smol.post("/tokenize", prompt=" of").json()["tokens"]
+    longer, ended, not_yet, through, hidden = together(
+        lambda: chat(client, min_tokens=11),
+        lambda: chat(client, stop_token_ids=[of]),
+        lambda: chat(client, stop_token_ids=[of], min_tokens=4),
+        lambda: chat(client, ignore_eos=True, max_tokens=10, skip_special_tokens=False),
+        lambda: chat(client, ignore_eos=True, max_tokens=10),
+    )
     assert longer.usage.completion_tokens in (11, 12)
     assert longer.choices[0].message.content.startswith(ANSWER)
-    (of,) = smol.post("/tokenize", prompt=" of").json()["tokens"]
-    ended = chat(client, stop_token_ids=[of])
     assert (ended.choices[0].message.content, ended.choices[0].stop_reason) == ("The capital", of)
     assert ended.usage.completion_tokens == 3
-    assert chat(client, stop_token_ids=[of], min_tokens=4).choices[0].message.content != "The capital"
-    through = chat(client, ignore_eos=True, max_tokens=10, skip_special_tokens=False)
+    assert not_yet.choices[0].message.content != "The capital" and not_yet.usage.completion_tokens >= 4
     assert through.usage.completion_tokens == 10 and through.choices[0].finish_reason == "length"
-    assert through.choices[0].message.content.startswith(f"{ANSWER}<|im_end|>")
-    hidden = chat(client, ignore_eos=True, max_tokens=10).choices[0].message.content
-    assert hidden == through.choices[0].message.content.replace("<|im_end|>", "").replace("<|im_start|>", "")
+    shown = through.choices[0].message.content
+    assert shown.startswith(f"{ANSWER}<|im_end|>")
+    assert hidden.choices[0].message.content == shown.replace("<|im_end|>", "").replace("<|im_start|>", "")
 
 
-@pytest.mark.parametrize("greedy", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6}], ids=str)
-def test_what_leaves_one_token_is_greedy(client: openai.OpenAI, greedy: dict[str, Any]) -> None:
-    assert chat(client, **{"temperature": 1.5, "seed": 3, **greedy}).choices[0].message.content == ANSWER
+def test_what_leaves_one_token_is_greedy(client: openai.OpenAI) -> None:
+    kinds: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6}]
+    calls = [lambda kind=kind: chat(client, **{"temperature": 1.5, "seed": 3, **kind}) for kind in kinds]
+    assert [answer.choices[0].message.content for answer in together(*calls)] == [ANSWER] * 4
 
 
 def test_penalties_drive_repetitions_away(client: openai.OpenAI) -> None:
     prompt = "one two one two one two one two one two one two"
-    plain = complete(client, prompt, max_tokens=8).choices[0].text.split()
-    assert plain.count("two") >= 5
-    for penalty in ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 2.0}):
-        words = complete(client, prompt, max_tokens=8, **penalty).choices[0].text.split()
-        assert words.count("two") < plain.count("two"), penalty
+    kinds = [{}, {"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 2.0}]
+    calls = [lambda kind=kind: complete(client, prompt, max_tokens=8, **kind) for kind in kinds]
+    plain, *others = [answer.choices[0].text.split().count("two") for answer in together(*calls)]
+    assert plain >= 5 and max(others) < plain, (plain, others)
 
 
 def test_messages_of_every_kind(smol: Serve, client: openai.OpenAI) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": PARIS[0]["content"]}]}]
-    assert chat(client, parts, user="someone", priority=-1).choices[0].message.content == ANSWER
-    assert chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=5).usage.completion_tokens == 5
     system = [{"role": "system", "content": "You are a pirate."}, *PARIS]
     developer = [{"role": "developer", "content": "You are a pirate."}, *PARIS]
-    answers = [chat(client, messages, max_tokens=6) for messages in (system, developer)]
-    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
-    assert answers[0].usage.prompt_tokens != 37
-    history = [*PARIS, chat(client).choices[0].message, {"role": "user", "content": "And of Italy?"}]
-    assert "Rome" in chat(client, history, max_tokens=20).choices[0].message.content
+    history = [*PARIS, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "And of Italy?"}]
     half = [*PARIS, {"role": "assistant", "content": "The capital of France"}]
-    assert chat(client, half, continue_final_message=True).choices[0].message.content == " is Paris."
+    by_parts, short, by_system, by_developer, second, continued = together(
+        lambda: chat(client, parts, user="someone", priority=-1),
+        lambda: chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=5),
+        lambda: chat(client, system, max_tokens=6),
+        lambda: chat(client, developer, max_tokens=6),
+        lambda: chat(client, history, max_tokens=20),
+        lambda: chat(client, half, continue_final_message=True),
+    )
+    assert by_parts.choices[0].message.content == ANSWER
+    assert short.usage.completion_tokens == 5
+    assert by_system.choices[0].message.content == by_developer.choices[0].message.content
+    assert by_system.usage.prompt_tokens == by_developer.usage.prompt_tokens != 37
+    assert "Rome" in second.choices[0].message.content
+    assert continued.choices[0].message.content == " is Paris."
+    # An answer can be sent back as it came.
+    assert chat(client, [*PARIS, by_parts.choices[0].message, PARIS[0]], max_tokens=1).usage.completion_tokens == 1
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
