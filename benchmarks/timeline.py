@@ -113,6 +113,19 @@ def kernels(call, steps):
     return rows, busy / steps, (wall - busy) / steps
 
 
+def by_group(found):
+    """Microseconds of each group of kernels, the largest first."""
+    groups = defaultdict(float)
+    for name, _, us in found:
+        groups[group_of(name)] += us
+    return {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1])}
+
+
+def longest(found, count):
+    """The first `count` kernels as (name, launches, microseconds)."""
+    return [(name[:90], round(launches, 1), round(us, 1)) for name, launches, us in found[:count]]
+
+
 def decode_timeline(llm, rows, n_in, steps=10):
     """One decode step with `rows` rows: see the module's docstring. A dict for a JSON line."""
     with Decoding(llm, rows, n_in, seed=rows) as run:
@@ -130,9 +143,6 @@ def decode_timeline(llm, rows, n_in, steps=10):
     text = io.StringIO()
     pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(14)
     lines = [line.strip() for line in text.getvalue().splitlines() if line.strip()]
-    groups = defaultdict(float)
-    for name, _, us in found:
-        groups[group_of(name)] += us
     return {
         "timeline": "decode",
         "rows": rows,
@@ -141,9 +151,9 @@ def decode_timeline(llm, rows, n_in, steps=10):
         "busy_us": round(busy, 1),
         "idle_us": round(idle, 1),
         "idle_share": round(idle / max(busy + idle, 1e-9), 4),
-        "groups": {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
+        "groups": by_group(found),
         "floors": floors(llm.model_config, rows, context),
-        "kernels": [(name[:90], round(count, 1), round(us, 1)) for name, count, us in found[:24]],
+        "kernels": longest(found, 24),
         "host_profile": lines[2:22],
     }
 
@@ -161,9 +171,6 @@ def prompt_timeline(llm, n_in, rows=1):
     llm.generate(batches[1], params, use_tqdm=False)
     wall = time.perf_counter() - start
     found, busy, idle = kernels(lambda: llm.generate(batches[2], params, use_tqdm=False), 1)
-    groups = defaultdict(float)
-    for name, _, us in found:
-        groups[group_of(name)] += us
     return {
         "timeline": "prompt",
         "rows": rows,
@@ -171,8 +178,8 @@ def prompt_timeline(llm, n_in, rows=1):
         "s": round(wall, 4),
         "busy_us": round(busy, 1),
         "idle_us": round(idle, 1),
-        "groups": {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
-        "kernels": [(name[:90], round(count, 1), round(us, 1)) for name, count, us in found[:16]],
+        "groups": by_group(found),
+        "kernels": longest(found, 16),
     }
 
 
@@ -199,9 +206,6 @@ def mixed_timeline(llm, requests, skip=60, steps=40):
         core.abort(names)
         while not core.idle:
             core.step()
-    groups = defaultdict(float)
-    for name, _, us in found:
-        groups[group_of(name)] += us
     return {
         "timeline": "mixed",
         "tokens_a_step": round(tokens, 1),
@@ -209,8 +213,8 @@ def mixed_timeline(llm, requests, skip=60, steps=40):
         "busy_us": round(busy, 1),
         "idle_us": round(idle, 1),
         "idle_share": round(idle / max(busy + idle, 1e-9), 4),
-        "groups": {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
-        "kernels": [(name[:90], round(count, 1), round(us, 1)) for name, count, us in found[:16]],
+        "groups": by_group(found),
+        "kernels": longest(found, 16),
     }
 
 

@@ -60,7 +60,7 @@ def rope_and_cache(
 ) -> Tensor:
     """Optional QK-norm, rotary embedding of q and k, and the write of k and v to the cache; see `rotary.py`.
 
-    `cache`: the step's `AttentionMetadata.plan_cache`, where the caller has one; saves work on a CPU.
+    `cache`: the step's `AttentionMetadata.plan_cache`, where the caller has one; on a CPU its layers share work by it.
     """
     if _triton(q):
         from . import rotary_triton

@@ -15,12 +15,11 @@ MAX_LINE = 64 * 1024  # a longer line is passed on in pieces: the gate's memory 
 class LineGate:
     """Lets whole lines through and keeps the begun one back."""
 
-    __slots__ = ("broken_line", "last", "tail")
+    __slots__ = ("last", "tail")
 
     def __init__(self) -> None:
         self.tail = b""
         self.last = b""  # what went through last
-        self.broken_line = False  # an overlong line was let through in part
 
     def feed(self, data: bytes) -> bytes:
         """The bytes that may go on now, possibly none."""
@@ -34,11 +33,6 @@ class LineGate:
                 data = data[:cut]
                 if not data:
                     return b""
-                self.broken_line = False
-            else:
-                self.broken_line = True
-        else:
-            self.broken_line = False
         self.last = data
         return data
 

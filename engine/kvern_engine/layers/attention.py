@@ -42,7 +42,7 @@ class Attention:
         `scales` [T] float32: what rows of `qkv` are still to be multiplied by."""
         tokens = qkv.shape[0]
         q, k, v = torch.split(qkv.view(tokens, -1, self.head_dim), self._split, dim=1)
-        q = rope_and_cache(q, k, v, cos_sin, positions, kv, meta.slots, scales=scales)
+        q = rope_and_cache(q, k, v, cos_sin, positions, kv, meta.slots, cache=meta.plan_cache, scales=scales)
         if wanted is not None:
             q, meta = q.index_select(0, wanted.index), wanted.meta
         return paged_attention(q, kv, meta, self.scale).view(q.shape[0], self._split[0] * self.head_dim)

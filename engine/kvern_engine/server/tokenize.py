@@ -1,5 +1,7 @@
 """`POST /tokenize` and `POST /detokenize`, in vLLM's shapes."""
 
+from typing import TypeVar
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -9,6 +11,8 @@ from kvern_engine.server.models import json_response
 from kvern_engine.server.protocol import DetokenizeRequest, TokenizeRequest, parse_body
 from kvern_engine.server.state import ServerState
 
+Q = TypeVar("Q", TokenizeRequest, DetokenizeRequest)
+
 
 class TokenizeEndpoints:
     """Text to token ids and back with the served model's tokenizer."""
@@ -16,12 +20,17 @@ class TokenizeEndpoints:
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
+    async def _asked(self, request: Request, model: type[Q]) -> Q:
+        """The request's body, of the served model."""
+        check_json_type(request.scope)
+        body = await read_body(request.scope, request.receive, self._state.config.max_body_bytes)
+        asked = parse_body(model, body)
+        self._state.check_model(asked.model)
+        return asked
+
     async def tokenize(self, request: Request) -> Response:
         state = self._state
-        check_json_type(request.scope)
-        body = await read_body(request.scope, request.receive, state.config.max_body_bytes)
-        asked = parse_body(TokenizeRequest, body)
-        state.check_model(asked.model)
+        asked = await self._asked(request, TokenizeRequest)
         reader, capacity = state.loaded()
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError("Give either prompt (a string) or messages (an array), and not both.", param="prompt")
@@ -51,12 +60,8 @@ class TokenizeEndpoints:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        state = self._state
-        check_json_type(request.scope)
-        body = await read_body(request.scope, request.receive, state.config.max_body_bytes)
-        asked = parse_body(DetokenizeRequest, body)
-        state.check_model(asked.model)
-        reader, _ = state.loaded()
+        asked = await self._asked(request, DetokenizeRequest)
+        reader, _ = self._state.loaded()
         reader.check_ids(asked.tokens, "tokens", to_read=True)
         tokenizer = reader.tokenizer
         text = await reader.off_loop(lambda: tokenizer.decode(asked.tokens, skip_special_tokens=False))

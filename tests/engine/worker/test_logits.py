@@ -10,6 +10,7 @@ import torch
 from worker_harness import GREEDY, LoadedModel, Session, plan
 
 from kvern_engine.core.plan import AddedRow, RowSampling
+from kvern_kernels import rotary
 
 TOLERANCE = 1e-3
 TEXTS = (
@@ -143,6 +144,18 @@ def test_what_nobody_samples_from_is_not_computed_in_the_last_layer(model: Loade
         steps = [model.worker.execute(step, return_logits=everything).result() for step in plans]
         results.append([(step.rows, step.tokens) for step in steps])
     assert results[0] == results[1]
+
+
+def test_layers_share_what_positions_and_slots_decide(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Angles and write slots are looked up once a step, not once a layer."""
+    made = []
+    of = rotary._Rows.of
+    monkeypatch.setattr(rotary._Rows, "of", lambda *arguments: made.append(1) or of(*arguments))
+    run = Session(tiny)
+    run.run([(0, 0, 20, True)], added=[run.add(0, prompt(tiny, 0, 20), [1, 2])])
+    run.run([(0, 20, 1, True)])
+    assert len(made) == 2
+    assert run.worst() < TOLERANCE
 
 
 def test_wanted_hidden_states_are_those_of_the_whole_step(tiny: LoadedModel) -> None:
