@@ -38,6 +38,11 @@ def url(service: InferenceService, settings: Settings) -> str:
     return settings.url or f"http://{host}/v1"
 
 
+def service_account(service: InferenceService) -> Object:
+    """What pods run as: it may do nothing, and no pod gets a token of it. A cloud's identities can be bound to it."""
+    return meta.child(service, "ServiceAccount", meta.account_name(service), automountServiceAccountToken=False)
+
+
 def admin_secret(service: InferenceService, settings: Settings) -> Object:
     """The bearer token of the admin ports."""
     token = meta.admin_token(settings.operator_key, service)
