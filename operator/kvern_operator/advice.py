@@ -1,8 +1,8 @@
 """What each reason means and what to do about it, in one place: conditions carry the short form, `kvern explain` says
 the steps, docs/troubleshooting.md prints all of it. Pure, standard library only.
 
-Reasons are those of conditions.py and reconcile.py and the kubelet's, scheduler's and controllers' own words. Steps hold
-commands in backticks; {name}, {pod} and {node} stand in them, and {k} for kubectl with context and namespace.
+Reasons are those of conditions.py and reconcile.py and the kubelet's, scheduler's and controllers' own words. Steps
+hold commands in backticks; {name}, {pod} and {node} stand in them, and {k} for kubectl with context and namespace.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ CONDITIONS: dict[str, Advice] = {
         "Ready False, Available False",
         "spec.suspend is true: no engine and no router runs, everything else is kept.",
         "set spec.suspend to false to start",
-        ("start it again: `{k} patch infs {name} --type=merge -p '{{\"spec\":{{\"suspend\":false}}}}'`",),
+        ('start it again: `{k} patch infs {name} --type=merge -p \'{{"spec":{{"suspend":false}}}}\'`',),
     ),
     "ScaledToZero": Advice(
         "fine",
@@ -90,7 +90,7 @@ CONDITIONS: dict[str, Advice] = {
     "RollingOut": Advice(
         "passing",
         "Ready False, Progressing True",
-        "Replicas of an older spec are being replaced, one safe step at a time: start, wait until ready, drain, delete.",
+        "Replicas of an older spec are being replaced, one step at a time: start, wait until ready, drain, delete.",
         "",
         ("watch it: `kvern status {name} -w`",),
     ),
@@ -99,7 +99,7 @@ CONDITIONS: dict[str, Advice] = {
         "Progressing False",
         "spec.rollout.paused is true, so replicas of the older spec stay.",
         "set spec.rollout.paused to false to go on",
-        ("go on: `{k} patch infs {name} --type=merge -p '{{\"spec\":{{\"rollout\":{{\"paused\":false}}}}}}'`",),
+        ('go on: `{k} patch infs {name} --type=merge -p \'{{"spec":{{"rollout":{{"paused":false}}}}}}\'`',),
     ),
     "Draining": Advice(
         "passing",
@@ -194,8 +194,8 @@ CRASHES: dict[str, Advice] = {
         "(or than the node has, where no limit is given).",
         "raise spec.resources.memory",
         (
-            "give it more: spec.resources.memory must hold the weights, on CPU pods the KV cache, and 1 to 2 GiB for the "
-            "processes",
+            "give it more: spec.resources.memory must hold the weights, on CPU pods the KV cache, and 1 to 2 GiB for "
+            "the processes",
             "or want less: lower kv-cache-memory-bytes in spec.engine.args (CPU pods) or spec.engine.maxModelLen",
         ),
     ),
@@ -243,6 +243,13 @@ CRASHES: dict[str, Advice] = {
             "see how far it came: `kvern logs {name} --previous`",
             "a slow disk or download: keep the model in a claim (spec.cache, or a pvc:// model)",
         ),
+    ),
+    "Unresponsive": Advice(
+        "trouble",
+        "`kvern explain`",
+        "The kubelet restarted the container because it did not answer its liveness probe.",
+        "see the end of its log",
+        (LOGS, "a node without free CPUs starves the server: set spec.resources.cpu"),
     ),
 }
 
@@ -351,7 +358,7 @@ PODS: dict[str, Advice] = {
     "ClaimNotBound": Advice(
         "trouble",
         "the scheduler or the provisioner, as an event",
-        "A claim that the pod uses has no volume: its storage class does not exist, or cannot provide what it asks for.",
+        "A claim that the pod uses has no volume: its storage class does not exist or cannot provide it.",
         "see the claim's events",
         ("`{k} describe pvc`; spec.cache.pvc takes storageClassName and accessMode",),
     ),
@@ -378,7 +385,10 @@ WORKLOADS: dict[str, Advice] = {
         "the API server, as an event FailedCreate",
         "The namespace's ResourceQuota does not allow another pod like this.",
         "ask for less in spec.resources or spec.replicas, or raise the quota",
-        ("what is used: `{k} describe resourcequota`", "ask for less (spec.resources, spec.replicas) or raise the quota"),
+        (
+            "what is used: `{k} describe resourcequota`",
+            "ask for less (spec.resources, spec.replicas) or raise the quota",
+        ),
     ),
     "PodSecurityViolation": Advice(
         "trouble",

@@ -16,8 +16,8 @@ PASSING = frozenset({"", "ContainerCreating", "PodInitializing"})
 class Trouble:
     """`reason` is the kubelet's or scheduler's word, `message` its sentence, both as they are.
 
-    `container` is the one in trouble ("" where it is the pod as a whole), `exit_code` belongs to its last end, `log_tail`
-    is its termination message: the end of the log where it has terminationMessagePolicy FallbackToLogsOnError.
+    `container` is the one in trouble ("" where it is the pod as a whole), `exit_code` belongs to its last end,
+    `log_tail` is its termination message: the end of the log with terminationMessagePolicy FallbackToLogsOnError.
     """
 
     reason: str
