@@ -6,11 +6,12 @@ ones.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from kvern_cli.words import age, moment, seconds_since
+from kvern_operator.crashes import crash_reason
 from kvern_operator.loglines import telling_line
 from kvern_operator.trouble import Trouble, restarts, trouble
 
@@ -209,7 +210,7 @@ def _pod(pod: Object, sets: Mapping[str, Object], log: str, now: datetime) -> Po
     annotations = ((sets.get(replica) or {}).get("metadata") or {}).get("annotations") or {}
     container = _main(status.get("containerStatuses") or (), component)
     conditions = {c.get("type"): c.get("status") for c in status.get("conditions") or ()}
-    found = trouble(pod)
+    found, last_line = _trouble(pod, component, log)
     grace = int(metadata.get("deletionGracePeriodSeconds", spec.get("terminationGracePeriodSeconds", 30)))
     picture = PodPicture(
         name=metadata["name"],
@@ -222,7 +223,7 @@ def _pod(pod: Object, sets: Mapping[str, Object], log: str, now: datetime) -> Po
         layout=annotations.get(LAYOUT, ""),
         revision=labels.get(REVISION_LABEL, ""),
         trouble=found,
-        last_line=telling_line(log or (found.log_tail if found else "")),
+        last_line=last_line,
         scheduled=bool(spec.get("nodeName")),
         created_container=bool(container) and "waiting" not in (container.get("state") or {}),
         started=bool(container.get("started")),
@@ -232,7 +233,16 @@ def _pod(pod: Object, sets: Mapping[str, Object], log: str, now: datetime) -> Po
         ending_since=_ending_since(metadata, grace),
         grace_seconds=grace,
     )
-    return _with_words(picture, now)
+    return replace(picture, doing=_doing(picture, now))
+
+
+def _trouble(pod: Object, component: str, log: str) -> tuple[Trouble | None, str]:
+    """What is wrong with a pod, under the finest reason that its log gives, and the line that gives it."""
+    found = trouble(pod)
+    if found is None:
+        return None, ""
+    line = telling_line(log or found.log_tail)
+    return replace(found, reason=crash_reason(component, found.reason, found.message, found.exit_code, line)), line
 
 
 def _main(containers: Sequence[Object], component: str) -> Object:
@@ -252,10 +262,6 @@ def _ending_since(metadata: Object, grace: int) -> str:
         return ""
     ends = moment(metadata["deletionTimestamp"]).timestamp()
     return datetime.fromtimestamp(ends - grace, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _with_words(pod: PodPicture, now: datetime) -> PodPicture:
-    return PodPicture(**{**pod.__dict__, "doing": _doing(pod, now)})
 
 
 def _doing(pod: PodPicture, now: datetime) -> str:
@@ -311,7 +317,9 @@ def local_picture(document: Mapping[str, Any], *, pid: int, running: bool, logs:
 
 def _local_pod(pod: Mapping[str, Any]) -> PodPicture:
     reason = str(pod.get("reason") or "")
-    found = Trouble(reason, str(pod.get("message") or ""), pod.get("exitCode")) if reason else None
+    message, line, code = str(pod.get("message") or ""), str(pod.get("lastLine") or ""), pod.get("exitCode")
+    finer = crash_reason(pod["component"], reason, message, code, line)
+    found = Trouble(finer, message, code) if reason else None
     return PodPicture(
         name=pod["name"],
         component=pod["component"],
@@ -321,7 +329,7 @@ def _local_pod(pod: Mapping[str, Any]) -> PodPicture:
         doing=pod["doing"],
         restarts=int(pod["restarts"]),
         trouble=found,
-        last_line=str(pod.get("lastLine") or ""),
+        last_line=line,
         scheduled=reason != "Unschedulable",
         started=bool(pod["ready"]),
         draining=bool(pod.get("draining")),

@@ -122,8 +122,15 @@ def _troubled_pods(picture: Picture) -> Iterator[Problem]:
 def _short(pod: PodPicture) -> str:
     assert pod.trouble is not None
     reason = pod.trouble.reason
-    if reason == "Unschedulable":
-        return f"no node can take {pod.name}"
+    shorts = {
+        "Unschedulable": f"no node can take {pod.name}",
+        "ClaimNotBound": f"{pod.name} waits for a volume",
+        "ModelNotFound": f"{pod.name} does not find its model",
+        "ModelDoesNotFit": f"the model does not fit into {pod.name}",
+        "BadArguments": f"{pod.name} does not take its arguments",
+    }
+    if reason in shorts:
+        return shorts[reason]
     if reason == "OOMKilled":
         return f"{pod.name} is ended for want of memory"
     if "Image" in reason:
@@ -137,7 +144,7 @@ def _story(pod: PodPicture, others: str) -> str:
     """What happens to a pod, in the words of whoever saw it."""
     assert pod.trouble is not None
     trouble = pod.trouble
-    if trouble.reason == "Unschedulable":
+    if trouble.reason in ("Unschedulable", "ClaimNotBound"):
         return f"no node can take {pod.name}{others}; the scheduler says: {trouble.message or 'nothing'}"
     if trouble.exit_code is None:
         return f"{pod.name}{others} is in {trouble.reason}: {trouble.message or 'no message'}"

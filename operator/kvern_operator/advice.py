@@ -292,6 +292,13 @@ PODS: dict[str, Advice] = {
         "load the image onto the nodes, or set the pull policy to IfNotPresent",
         ("load the image onto the nodes, or set the chart's images.pullPolicy to IfNotPresent",),
     ),
+    "ImageInspectError": Advice(
+        "trouble",
+        "the kubelet",
+        "The image is on the node, but the container runtime cannot read it.",
+        "see the node's disk and container runtime",
+        ("remove the image from the node, so that it is pulled again: `{k} describe pod {pod}` names the node",),
+    ),
     "InvalidImageName": Advice(
         "trouble",
         "the kubelet",
@@ -407,6 +414,17 @@ WORKLOADS: dict[str, Advice] = {
 }
 
 SERVICE: dict[str, Advice] = {
+    "InternalError": Advice(
+        "trouble",
+        "Degraded True",
+        "A pass of the operator over this service failed in a way that it did not foresee. It is tried again, after "
+        "longer and longer pauses; what runs goes on.",
+        "look at the operator's log",
+        (
+            "the operator's log has the whole of it: `kubectl -n kvern-system logs deployment/kvern-operator`",
+            "it is a fault of Kvern: please report it with that log and `{k} get infs {name} -o yaml`",
+        ),
+    ),
     "NotReconciled": Advice(
         "trouble",
         "`kvern explain`",
@@ -425,4 +443,25 @@ SERVICE: dict[str, Advice] = {
     ),
 }
 
-REASONS: Mapping[str, Advice] = {**CONDITIONS, **CRASHES, **PODS, **WORKLOADS, **SERVICE}
+EVENTS: dict[str, Advice] = {
+    "StartingReplica": Advice("passing", "an event", "A replica is being made; the message names its revision."),
+    "DrainingReplica": Advice(
+        "passing", "an event", "A replica is to go: it gets no new requests and finishes those that it has."
+    ),
+    "TakingBack": Advice("passing", "an event", "A replica that was to go is needed after all and serves again."),
+    "StoppingReplica": Advice(
+        "passing", "an event", "A drained replica is being deleted; the message says whether its time was over."
+    ),
+    "Reconciled": Advice("fine", "an event", "The operator has changed something; the message says what."),
+    "Ready": Advice("fine", "an event", "The service has become ready."),
+    "Recovered": Advice("fine", "an event", "What was wrong is over; the message names it."),
+    "Unavailable": Advice(
+        "trouble",
+        "an event",
+        "The service answered before and does not any more; the message says why.",
+        "see the condition Available",
+        ("`kvern explain {name}`",),
+    ),
+}
+
+REASONS: Mapping[str, Advice] = {**EVENTS, **CONDITIONS, **CRASHES, **PODS, **WORKLOADS, **SERVICE}
