@@ -90,7 +90,10 @@ def _of_pod(pod: Pod, around: Surroundings) -> Cause | None:
         text += "".join(
             f"; {n.name}: {n.message}" for n in around.notices if n.kind == "PersistentVolumeClaim" and n.message
         )
-    return Cause(reason, _with_advice(reason, f"{pod.component} {pod.name}: {text}"), pod.component)
+    text = f"{pod.component} {pod.name}: {text}"
+    # Of a crash that is told by its own last line there is no better advice.
+    plain = reason in ("CrashLoopBackOff", "Error") and pod.last_log
+    return Cause(reason, text if plain else _with_advice(reason, text), pod.component)
 
 
 def _words(pod: Pod, around: Surroundings) -> str:

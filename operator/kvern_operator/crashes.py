@@ -21,6 +21,6 @@ def crash_reason(component: str, reason: str, message: str, exit_code: int | Non
         return "ClaimNotBound"
     if reason not in _CRASHED or component != "engine":
         return reason
-    if exit_code == _WRONG_WORDS:
+    if exit_code == _WRONG_WORDS and last_log.startswith("kvern "):
         return "BadArguments"
     return next((finer for finer, words in _LINES if re.search(words, last_log)), reason)

@@ -67,8 +67,15 @@ def crashed(line: str, code: int = 1) -> dict[str, Any]:
 def test_a_crash_loop_is_told_with_its_exit_code_and_the_line_that_matters():
     assert trouble(crashed("something else went wrong")) == (
         "CrashLoopBackOff",
-        "engine smol-r0-0: exit code 1, 3 restarts; last line: "
-        '"kvern serve: error: something else went wrong"; the last line of its log names the cause',
+        'engine smol-r0-0: exit code 1, 3 restarts; last line: "kvern serve: error: something else went wrong"',
+    )
+
+
+def test_a_crash_without_a_word_says_where_to_look():
+    one = container(state=waiting("CrashLoopBackOff"), last=ended(139), restartCount=1)
+    assert trouble(pod(phase="Running", conditions=[scheduled()], containerStatuses=[one])) == (
+        "CrashLoopBackOff",
+        "engine smol-r0-0: exit code 139, 1 restart; the last line of its log names the cause",
     )
 
 

@@ -176,7 +176,7 @@ class LocalCluster:
 
     def _admin_token(self) -> str:
         for (kind, name), obj in self.objects.items():
-            if kind == "Secret" and name.endswith("-admin"):
+            if kind == "Secret" and name.rpartition("-")[0].endswith("-admin"):
                 return str(obj["stringData"]["token"])
         return ""
 

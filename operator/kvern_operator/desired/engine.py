@@ -242,7 +242,7 @@ def _volumes(service: InferenceService) -> tuple[list[Object], list[Object]]:
     spec, claim = service.spec, cache_claim(service)
     cache: Object = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     volumes: list[Object] = [
-        {"name": "admin", "secret": {"secretName": f"{service.metadata.name}-admin", "defaultMode": 0o440}},
+        {"name": "admin", "secret": {"secretName": meta.admin_secret_name(service), "defaultMode": 0o440}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm_size(spec)}},
         {"name": "tmp", "emptyDir": {}},
         {"name": "cache", **cache},

@@ -120,6 +120,12 @@ def account_name(service: InferenceService) -> str:
     return f"{service.metadata.name}-pods"
 
 
+def admin_secret_name(service: InferenceService) -> str:
+    """The Secret with the token of the admin ports. Its name follows the UID: a service that is made again under the
+    same name does not meet the Secret of the one before, which nobody may read."""
+    return f"{service.metadata.name}-admin-{digest(service.metadata.uid, 6)}"
+
+
 def stamped(obj: Object) -> Object:
     """With the hash of what Kvern owns in it, so that a removed key is seen as a difference as well; with a copy of
     it, where a later pass is to keep it as it is (see `as_applied`)."""
@@ -145,7 +151,7 @@ def differs(wanted: Object, live: Object | None) -> bool:
     return annotation(wanted, APPLIED_HASH) != annotation(live, APPLIED_HASH) or not _within(wanted, live)
 
 
-_NOT_STORED = (None, "", {}, [])  # the API server leaves such values out of what it stores
+_NOT_STORED: tuple[Any, ...] = (None, "", {}, [])  # the API server leaves such values out of what it stores
 
 
 def _within(wanted: Any, live: Any) -> bool:

@@ -46,9 +46,8 @@ def service_account(service: InferenceService) -> Object:
 def admin_secret(service: InferenceService, settings: Settings) -> Object:
     """The bearer token of the admin ports."""
     token = meta.admin_token(settings.operator_key, service)
-    return meta.child(
-        service, "Secret", f"{service.metadata.name}-admin", type="Opaque", immutable=True, stringData={"token": token}
-    )
+    name = meta.admin_secret_name(service)
+    return meta.child(service, "Secret", name, type="Opaque", immutable=True, stringData={"token": token})
 
 
 def disruption_budgets(service: InferenceService, engines: int, routers: int) -> list[Object]:
