@@ -5,7 +5,6 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -14,7 +13,7 @@ from kvern_operator.api.flags import RESERVED_ARGS
 from kvern_operator.api.load import ManifestError, parse_service
 from kvern_operator.api.schema import SIZE_LIMIT, crd_yaml, custom_resource_definition
 from kvern_operator.api.status import InferenceServiceStatus
-from kvern_operator.api.types import InferenceService, InferenceServiceSpec
+from kvern_operator.api.types import InferenceServiceSpec
 
 CRD_FILE = Path(__file__).parents[2] / "crds" / "kvern.dev_inferenceservices.yaml"
 VERSION = custom_resource_definition()["spec"]["versions"][0]
@@ -273,13 +272,6 @@ def test_reserved_flags_are_refused_by_the_rule_and_by_the_models():
         }
         with pytest.raises(ManifestError):
             parse_service(document)
-
-
-def test_examples_are_valid():
-    for file in sorted((CRD_FILE.parents[1] / "examples").glob("*.yaml")):
-        document = yaml.safe_load(file.read_text())
-        SPEC_CHECK.validate(document["spec"])
-        InferenceService.model_validate(document)
 
 
 @settings(max_examples=60, deadline=None)
