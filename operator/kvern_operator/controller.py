@@ -217,7 +217,7 @@ class Controller:
         pods = [p for p in scene.observed.pods if not p.terminating]
         names = {name for _, name in scene.live} | {p.name for p in pods}
         self._notices.want(key, Subject(frozenset(names), router_name(service)))
-        secret = f'"{service.metadata.name}-admin" not found'
+        secret = f'"{meta.admin_secret_name(service)}" not found'
         if any(n.reason == "FailedMount" and secret in n.message for n in scene.observed.notices):
             self._executor.doubt_secret(service.metadata.uid)
 

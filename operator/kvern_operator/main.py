@@ -29,7 +29,7 @@ from kvern_operator.events import Poster
 from kvern_operator.handlers import register
 from kvern_operator.health import DEAF, Health
 from kvern_operator.kube import PLURALS, ApiError, KubeClient, load_configuration
-from kvern_operator.leader import Elector
+from kvern_operator.leader import Elector, Terms
 from kvern_operator.metrics import Metrics
 from kvern_operator.mirror import Index, Mirror
 from kvern_operator.notices import NoticeReader
@@ -66,7 +66,8 @@ class Operator:
     """One process. Its parts know each other only through what is passed here."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config, self.terms = config, Terms()
+        self.port = 0  # of the health server, once it listens
         self.metrics = Metrics()
         self.health = Health(self.metrics, self._alive, self._ready)
         self._stop = asyncio.Event()
@@ -95,7 +96,7 @@ class Operator:
         """From the first socket to the last; returns the exit code."""
         self._handle_signals()
         try:
-            await self.health.start(self.config.health_port)
+            self.port = await self.health.start(self.config.health_port)
         except OSError as error:
             log.error("port %d cannot be listened on: %s", self.config.health_port, error.strerror)
             return 1
@@ -126,7 +127,7 @@ class Operator:
         log.info("kvern-operator %s, %s, watching %s", __version__, config.identity, _where(config))
         if not await self._or_stop(self._wait_for_crd(client)):
             return 0
-        elector = self._elector = Elector(client, config.namespace, config.lease_name, config.identity)
+        elector = self._elector = Elector(client, config.namespace, config.lease_name, config.identity, self.terms)
         self.metrics.gauge("kvern_operator_leader", "1 where this process leads", lambda: float(elector.valid()))
         if not await self._or_stop(elector.acquire(lambda who: log.info("standby: %s leads", who or "nobody"))):
             return 0

@@ -1,10 +1,10 @@
-"""A controller over the API server of fake_api.py without kopf: `pump` is what the watches would do."""
+"""A controller over the API server of fake_apiserver.py without kopf: `pump` is what the watches would do."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fake_api import FakeApi
+from fake_apiserver import FakeApi
 from kubernetes.aio.client.configuration import Configuration
 
 from kvern_operator.admin import Pace, Prober

@@ -2,7 +2,7 @@
 
 import pytest
 from effects import KEY, SERVICE_PATH, Bench, path
-from fake_api import FakeApi
+from fake_apiserver import FakeApi
 
 from kvern_operator.controller import RefusedError
 from kvern_operator.desired import meta
@@ -37,7 +37,8 @@ async def test_a_new_service_gets_its_objects_and_a_status(bench, api):
     await bench.work()
     assert set(api.of("statefulsets")) == {"smol-r0"} and set(api.of("deployments")) == {"smol-router"}
     assert {"smol", "smol-engines"} <= set(api.of("services"))
-    assert api.of("secrets")["smol-admin"]["stringData"]["token"]
+    (secret,) = api.of("secrets").values()
+    assert secret["stringData"]["token"]
     for obj in [*api.of("statefulsets").values(), *api.of("services").values()]:
         assert obj["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
     assert bench.condition("Ready")[0] == "False"
@@ -258,7 +259,8 @@ async def test_the_api_server_away_changes_nothing_and_is_tried_again(bench, api
 async def test_a_missing_admin_secret_is_made_again(bench, api):
     bench.create()
     await bench.work()
-    api.remove(path("Secret", "smol-admin"))
+    (secret,) = api.of("secrets")
+    api.remove(path("Secret", secret))
     waiting = {"name": "engine", "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}}
     pod = bench.run_pod("smol-r0-0", ready=False, phase="Pending", containerStatuses=[waiting])
     api.put(
@@ -268,7 +270,7 @@ async def test_a_missing_admin_secret_is_made_again(bench, api):
             "metadata": {"name": "e1"},
             "type": "Warning",
             "reason": "FailedMount",
-            "message": 'MountVolume.SetUp failed for volume "admin" : secret "smol-admin" not found',
+            "message": 'MountVolume.SetUp failed for volume "admin" : secret "' + f'{secret}" not found',
             "involvedObject": {"kind": "Pod", "name": "smol-r0-0", "uid": pod["metadata"]["uid"]},
             "lastTimestamp": "2026-01-01T00:00:00Z",
         },
@@ -279,4 +281,4 @@ async def test_a_missing_admin_secret_is_made_again(bench, api):
     await bench.work()
     assert bench.condition("Degraded") == ("True", "FailedMount")
     await bench.work()
-    assert "smol-admin" in api.of("secrets")
+    assert secret in api.of("secrets")

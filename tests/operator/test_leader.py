@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from fake_api import FakeApi
+from fake_apiserver import FakeApi
 from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.aio.client.configuration import Configuration
