@@ -93,7 +93,8 @@ def _state(pod: Mapping[str, Any], component: str) -> str:
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return str(condition.get("reason") or "Unschedulable")
-    return str(status.get("phase") or "Pending")
+    phase = str(status.get("phase") or "Pending")
+    return "" if phase in ("Running", "Succeeded", "Failed") else phase
 
 
 def split_time(line: str) -> tuple[str, str]:

@@ -73,7 +73,11 @@ def _refused_pods(picture: Picture) -> Iterator[Problem]:
     for workload in picture.workloads:
         if workload.existing >= workload.wanted:
             continue
-        event = _last(picture.events, "FailedCreate", lambda e, w=workload: e.name == w.name or _replica_set(e, w))
+        event = _last(
+            e
+            for e in picture.events
+            if e.reason == "FailedCreate" and (e.name == workload.name or _replica_set(e, workload))
+        )
         if event is not None:
             by_reason.setdefault(_refusal(event.message), []).append((workload, event))
     for reason, found in by_reason.items():
@@ -97,9 +101,9 @@ def _refusal(message: str) -> str:
     return "PodSecurityViolation" if "violates PodSecurity" in message else "FailedCreate"
 
 
-def _last(events: Iterable[Event], reason: str, fits: object) -> Event | None:
-    chosen = [event for event in events if event.reason == reason and fits(event)]  # type: ignore[operator]
-    return chosen[-1] if chosen else None
+def _last(events: Iterable[Event]) -> Event | None:
+    found = list(events)
+    return found[-1] if found else None
 
 
 # ---------------------------------------------------------------- pods in trouble
@@ -182,7 +186,9 @@ def _slow_starts(picture: Picture) -> Iterator[Problem]:
     for pod in picture.pods:
         if pod.ready or pod.trouble is not None or pod.ending_since or not pod.restarts:
             continue
-        killed = _last(picture.events, "Killing", lambda e, p=pod: e.name == p.name and "probe" in e.message)
+        killed = _last(
+            e for e in picture.events if e.reason == "Killing" and e.name == pod.name and "probe" in e.message
+        )
         if killed is None:
             continue
         if "startup probe" in killed.message:

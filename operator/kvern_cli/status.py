@@ -24,6 +24,9 @@ View = Callable[[], tuple[list[Block], str]]  # what to show, and of which place
 
 def status(args: argparse.Namespace) -> int:
     """Print one service or all; 1 where the named one is not known."""
+    if args.watch and args.output in ("yaml", "json"):
+        print(f"kvern status: -w shows a table; leave -o {args.output} out", file=sys.stderr)
+        return 2
     local = place.local_states(args)
     view = _cluster_view(args) if place.looks_at_cluster(args, local) else _local_view(args)
     if args.output in ("yaml", "json"):

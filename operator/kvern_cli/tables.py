@@ -82,8 +82,7 @@ def service_blocks(picture: Picture) -> list[Block]:
         header = ("TYPE", "STATUS", "REASON", "SINCE", "MESSAGE")
         blocks.append(Table(header, conditions, "Conditions"))
     if picture.pods:
-        header, shown = _pod_columns(picture)
-        blocks.append(Table(header, tuple(shown(pod) for pod in picture.pods), "Pods"))
+        blocks.append(_pods_table(picture))
     found = problems(picture)
     if found:
         flag = "" if picture.local or picture.namespace == "default" else f" -n {picture.namespace}"
@@ -155,34 +154,31 @@ def _condition_row(condition: Object, picture: Picture) -> tuple[Cell, ...]:
     )
 
 
-def _pod_columns(picture: Picture):  # type: ignore[no-untyped-def]
-    """The header of the table of pods, and what makes a row of it."""
-
-    def state(pod: PodPicture) -> Cell:
-        if pod.ready:
-            return Cell(pod.doing, "good" if not pod.draining else "busy")
-        return Cell(pod.doing, "bad" if pod.trouble else "busy")
-
-    def ready(pod: PodPicture) -> Cell:
-        return Cell("1/1" if pod.ready else "0/1")
-
-    def local(pod: PodPicture) -> tuple[Cell, ...]:
-        load = "-" if pod.in_flight is None else str(pod.in_flight)
-        rest = (pod.address or "-", str(pod.pid or "-"))
-        return (
-            Cell(pod.name),
-            ready(pod),
-            Cell(str(pod.restarts)),
-            Cell(load),
-            *map(Cell, rest),
-            state(pod),
-            Cell(pod.log),
-        )
-
-    def in_cluster(pod: PodPicture) -> tuple[Cell, ...]:
-        rest = (pod.layout or "-", pod.revision or "-", pod.node or "-", age(pod.created, picture.now))
-        return (Cell(pod.name), ready(pod), Cell(str(pod.restarts)), state(pod), *map(Cell, rest))
-
+def _pods_table(picture: Picture) -> Table:
+    """The pods: on this machine with process and log, in a cluster with node and revision."""
     if picture.local:
-        return ("NAME", "READY", "RESTARTS", "IN FLIGHT", "ADDRESS", "PID", "STATE", "LOG"), local
-    return ("NAME", "READY", "RESTARTS", "STATE", "LAYOUT", "REVISION", "NODE", "AGE"), in_cluster
+        header = ("NAME", "READY", "RESTARTS", "IN FLIGHT", "ADDRESS", "PID", "STATE", "LOG")
+        return Table(header, tuple(_local_pod_row(pod) for pod in picture.pods), "Pods")
+    header = ("NAME", "READY", "RESTARTS", "STATE", "LAYOUT", "REVISION", "NODE", "AGE")
+    return Table(header, tuple(_pod_row(pod, picture.now) for pod in picture.pods), "Pods")
+
+
+def _pod_row(pod: PodPicture, now: datetime) -> tuple[Cell, ...]:
+    rest = (pod.layout or "-", pod.revision or "-", pod.node or "-", age(pod.created, now))
+    return (*_pod_start(pod), _pod_state(pod), *map(Cell, rest))
+
+
+def _local_pod_row(pod: PodPicture) -> tuple[Cell, ...]:
+    load = "-" if pod.in_flight is None else str(pod.in_flight)
+    rest = (load, pod.address or "-", str(pod.pid or "-"))
+    return (*_pod_start(pod), *map(Cell, rest), _pod_state(pod), Cell(pod.log))
+
+
+def _pod_start(pod: PodPicture) -> tuple[Cell, ...]:
+    return Cell(pod.name), Cell("1/1" if pod.ready else "0/1"), Cell(str(pod.restarts))
+
+
+def _pod_state(pod: PodPicture) -> Cell:
+    if pod.ready:
+        return Cell(pod.doing, "busy" if pod.draining else "good")
+    return Cell(pod.doing, "bad" if pod.trouble else "busy")

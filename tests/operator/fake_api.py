@@ -1,233 +1,112 @@
-"""A small API server in this process: what the operator asks of a real one, over HTTP, with the same words on errors.
+"""A Kubernetes API server as far as `kvern` reads one: lists, objects, logs, and the errors that it answers with."""
 
-Objects by path, resourceVersions that grow, server-side apply that changes nothing where nothing differs (whole objects
-are replaced: there is one field manager here), optimistic locking, /status, dry run, lists, watches with bookmarks,
-discovery. `refuse` makes it say no, `down` makes it go away. It runs no controllers.
-"""
-
-import asyncio
-import copy
-import itertools
 import json
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
-from aiohttp import web
+SERVICES = "/apis/kvern.dev/v1alpha1/namespaces/team-a/inferenceservices"
+PODS = "/api/v1/namespaces/team-a/pods"
 
-RESOURCES = {
-    "v1": {
-        "pods": "Pod", "services": "Service", "configmaps": "ConfigMap", "secrets": "Secret", "events": "Event",
-        "persistentvolumeclaims": "PersistentVolumeClaim", "serviceaccounts": "ServiceAccount",
-        "namespaces": "Namespace",
-    },
-    "apps/v1": {"statefulsets": "StatefulSet", "deployments": "Deployment"},
-    "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
-    "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
-    "coordination.k8s.io/v1": {"leases": "Lease"},
-    "events.k8s.io/v1": {"events": "Event"},
-    "apiextensions.k8s.io/v1": {"customresourcedefinitions": "CustomResourceDefinition"},
-    "kvern.dev/v1alpha1": {"inferenceservices": "InferenceService"},
-}  # fmt: skip
+Answer = tuple[int, Any]
 
 
-@dataclass
+def status(code: int, reason: str, message: str, **details: str) -> Answer:
+    """An error as the API server words it."""
+    body = {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": message}
+    return code, {**body, "details": details}
+
+
 class FakeApi:
-    objects: dict[str, dict] = field(default_factory=dict)  # by path
-    requests: list[tuple[str, str]] = field(default_factory=list)  # (method, path), as they came
-    # (method, path, body) -> (status, message) to refuse with, or None
-    refuse: Callable[[str, str, dict | None], tuple[int, str] | None] = lambda method, path, body: None
-    down: bool = False
-    url: str = ""
-    _versions: itertools.count = field(default_factory=lambda: itertools.count(100))
-    _watchers: list[tuple[str, str, asyncio.Queue]] = field(default_factory=list)
-    _runner: web.AppRunner | None = None
+    """`objects`: path -> answer. A list is given in pages of `page` items; logs are text; callables are called with the
+    query. `token`: the only one that is accepted, where there is one. `asked`: the paths, in order."""
 
-    # ------------------------------------------------------------ life
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.page = 500
+        self.token = ""
+        self.asked: list[str] = []
+        self.headers: list[dict[str, str]] = []
 
-    async def start(self) -> "FakeApi":
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
+    def put_list(self, path: str, items: list[dict[str, Any]]) -> None:
+        """A collection, and its members by name."""
+        self.objects[path] = items
+        for item in items:
+            if "name" in item.get("metadata", {}):
+                self.objects[f"{path}/{item['metadata']['name']}"] = (200, item)
 
-    async def stop(self) -> None:
-        for _, _, queue in self._watchers:
-            queue.put_nowait(None)
-        await self._runner.cleanup()
+    def answer(self, path: str, query: dict[str, list[str]], authorization: str) -> Answer:
+        if self.token and authorization != f"Bearer {self.token}":
+            return status(401, "Unauthorized", "Unauthorized")
+        found = self.objects.get(path)
+        if callable(found):
+            found = found(query)
+        if isinstance(found, list):
+            return 200, self._page(found, query)
+        if found is not None:
+            return found
+        collection, _, name = path.rpartition("/")
+        if collection in self.objects:
+            kind = collection.rpartition("/")[2]
+            return status(404, "NotFound", f'{kind} "{name}" not found', name=name, kind=kind)
+        if path.startswith("/api/v1/") or path.startswith("/apis/apps/"):
+            return 200, {"items": []}
+        return status(404, "NotFound", "the server could not find the requested resource")
 
-    # ------------------------------------------------------------ what tests do
-
-    def put(self, path: str, obj: dict) -> dict:
-        """Store an object as it is, with a new version."""
-        old = self.objects.get(path)
-        kept = copy.deepcopy(obj)
-        metadata = kept.setdefault("metadata", {})
-        metadata.setdefault("uid", (old or {}).get("metadata", {}).get("uid") or str(uuid.uuid4()))
-        metadata["resourceVersion"] = str(next(self._versions))
-        self.objects[path] = kept
-        self._tell("MODIFIED" if old else "ADDED", path, kept)
-        return kept
-
-    def remove(self, path: str) -> None:
-        obj = self.objects.pop(path)
-        obj["metadata"]["resourceVersion"] = str(next(self._versions))
-        self._tell("DELETED", path, obj)
-
-    def writes(self, *but: str) -> list[tuple[str, str]]:
-        """Requests that were no reads, without those whose path holds one of `but`."""
-        return [r for r in self.requests if r[0] != "GET" and not any(b in r[1] for b in but)]
-
-    def of(self, plural: str) -> dict[str, dict]:
-        """Name -> object of a kind."""
-        return {p.rpartition("/")[2]: o for p, o in self.objects.items() if p.split("/")[-2] == plural}
-
-    def break_watches(self) -> None:
-        """All watches end with "too old", as after a restart of the API server."""
-        for _, _, queue in self._watchers:
-            queue.put_nowait({"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}})
-
-    def _tell(self, type_: str, path: str, obj: dict) -> None:
-        for plural, namespace, queue in self._watchers:
-            parts = path.split("/")
-            if parts[-2] == plural and namespace in ("", parts[-3]):
-                queue.put_nowait({"type": type_, "object": copy.deepcopy(obj)})
-
-    # ------------------------------------------------------------ HTTP
-
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        method, path = request.method, request.path
-        self.requests.append((method, path))
-        if self.down:
-            request.transport.close()
-            return web.Response(status=503)
-        body = json.loads(await request.read() or b"null")
-        refused = self.refuse(method, path, body)
-        if refused is not None:
-            return _status(*refused)
-        if method == "GET":
-            return await self._read(request, path)
-        dry = request.query.get("dryRun") == "All"
-        if method == "PATCH":
-            return self._apply(path, body, dry)
-        if method == "POST":
-            full = f"{path}/{body['metadata']['name']}"
-            if full in self.objects:
-                return _status(409, f'{path.rpartition("/")[2]} "{body["metadata"]["name"]}" already exists')
-            return web.json_response(self.put(full, body), status=201)
-        if path not in self.objects:
-            return _status(404, "not found")
-        if method == "PUT":
-            return self._replace(path, body)
-        wanted = (body or {}).get("preconditions", {}).get("uid")
-        if wanted and wanted != self.objects[path]["metadata"]["uid"]:
-            return _status(409, "the UID in the precondition does not match")
-        self.remove(path)
-        return web.json_response({"kind": "Status", "status": "Success"})
-
-    def _replace(self, path: str, body: dict) -> web.Response:
-        if body["metadata"].get("resourceVersion") not in (None, self.objects[path]["metadata"]["resourceVersion"]):
-            return _status(409, "the object has been modified")
-        return web.json_response(self.put(path, body))
-
-    def _apply(self, path: str, body: dict, dry: bool) -> web.Response:
-        status_only = path.endswith("/status")
-        path = path.removesuffix("/status")
-        old = self.objects.get(path)
-        version = body["metadata"].get("resourceVersion")
-        if status_only and old is None:
-            return _status(404, "not found")
-        if version is not None and (old is None or version != old["metadata"]["resourceVersion"]):
-            return _status(409, "the object has been modified; please apply your changes to the latest version")
-        if status_only:
-            new = {**old, "status": body["status"]}
-        else:
-            server_set = {k: old["metadata"][k] for k in ("uid", "resourceVersion") if old}
-            new = {**body, "metadata": {**body["metadata"], **server_set}}
-            if old and "status" in old:
-                new["status"] = old["status"]
-        if dry or (old is not None and new == old):
-            return web.json_response(new)
-        return web.json_response(self.put(path, new))
-
-    async def _read(self, request: web.Request, path: str) -> web.StreamResponse:
-        if request.query.get("watch") == "true":
-            return await self._watch(request, path)
-        if path in self.objects:
-            return web.json_response(self.objects[path])
-        parts = path.strip("/").split("/")
-        if parts[-1] in {plural for kinds in RESOURCES.values() for plural in kinds}:
-            return web.json_response(self._list(path, request.query.get("labelSelector", "")))
-        found = _discovery(parts)
-        return web.json_response(found) if found is not None else _status(404, "the server could not find it")
-
-    def _list(self, path: str, selector: str) -> dict:
-        parts = path.strip("/").split("/")
-        plural, namespace = parts[-1], parts[-2] if "namespaces" in parts else ""
-        items = [
-            obj
-            for where, obj in self.objects.items()
-            if where.split("/")[-2] == plural
-            and namespace in ("", where.split("/")[-3])
-            and (not selector or selector in obj["metadata"].get("labels", {}))
-        ]
-        version = str(next(self._versions))
-        return {"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": version}, "items": items}
-
-    async def _watch(self, request: web.Request, path: str) -> web.StreamResponse:
-        parts = path.strip("/").split("/")
-        queue: asyncio.Queue = asyncio.Queue()
-        entry = (parts[-1], parts[-2] if "namespaces" in parts else "", queue)
-        self._watchers.append(entry)
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await response.prepare(request)
-        selector = request.query.get("labelSelector", "")
-        try:
-            while (event := await queue.get()) is not None:
-                labels = event["object"].get("metadata", {}).get("labels", {})
-                if selector and event["type"] != "ERROR" and selector not in labels:
-                    continue
-                await response.write(json.dumps(event).encode() + b"\n")
-                if event["type"] == "ERROR":
-                    break
-        finally:
-            self._watchers.remove(entry)
-        return response
+    def _page(self, items: list[dict[str, Any]], query: dict[str, list[str]]) -> dict[str, Any]:
+        start = int(query.get("continue", ["0"])[0])
+        end = start + min(self.page, int(query.get("limit", ["500"])[0]))
+        more = {"continue": str(end)} if end < len(items) else {}
+        return {"items": items[start:end], "metadata": more}
 
 
-def _status(code: int, message: str) -> web.Response:
-    body = {"kind": "Status", "status": "Failure", "message": message, "reason": "Because", "code": code}
-    return web.json_response(body, status=code)
+@contextmanager
+def serving(api: FakeApi, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """The address of a server that answers with `api`."""
 
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
 
-def _discovery(parts: list[str]) -> dict | None:
-    """/api, /apis and the list of a group's resources."""
-    if parts == ["api"]:
-        return {"kind": "APIVersions", "versions": ["v1"]}
-    if parts == ["apis"]:
-        groups = []
-        for group_version in RESOURCES:
-            group, _, version = group_version.rpartition("/")
-            if group:
-                this = {"groupVersion": group_version, "version": version}
-                groups.append({"name": group, "versions": [this], "preferredVersion": this})
-        return {"kind": "APIGroupList", "groups": groups}
-    group_version = "/".join(parts[1:])
-    if group_version not in RESOURCES:
-        return None
-    verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
-    resources = [
-        {
-            "name": plural,
-            "singularName": kind.lower(),
-            "kind": kind,
-            "namespaced": plural not in ("namespaces", "customresourcedefinitions"),
-            "verbs": verbs,
-        }
-        for plural, kind in RESOURCES[group_version].items()
-    ]
-    return {"kind": "APIResourceList", "groupVersion": group_version, "resources": resources}
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            api.asked.append(url.path)
+            api.headers.append(dict(self.headers))
+            code, body = api.answer(url.path, parse_qs(url.query), self.headers.get("Authorization", ""))
+            if isinstance(body, Callable):  # a stream of lines
+                self.stream(body)
+                return
+            data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def stream(self, lines: Callable[[], Iterator[str]]) -> None:
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for line in lines():
+                data = f"{line}\n".encode()
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+                self.wfile.flush()
+            self.wfile.write(b"0\r\n\r\n")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)

@@ -80,6 +80,7 @@ def pod(name: str, status: Object, *, node: str = "node-1", created: float = 240
     labels = {"kvern.dev/service": "smol", "app.kubernetes.io/component": component, "kvern.dev/revision": "rev1"}
     if owner:
         labels["kvern.dev/replica"] = owner
+    status = {**status, "containerStatuses": [{**c, "name": component} for c in status.get("containerStatuses", ())]}
     spec: Object = {
         "containers": [{"name": component, "startupProbe": {"periodSeconds": 2, "failureThreshold": 62}}],
         "terminationGracePeriodSeconds": 330,

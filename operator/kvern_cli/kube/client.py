@@ -161,6 +161,8 @@ def api_error(status: int, body: str, what: str, access: Access) -> KubeError:
         return KubeError("no-kind", f"cannot {wanted}: {message or 'the server knows no such resource'}")
     if status == 410:
         return KubeError("gone", message)
+    if status == 429 or status >= 500:  # it passes: whoever watches asks again
+        return KubeError("unreachable", f"cannot {wanted} just now: {message or f'status {status}'}")
     return KubeError("refused", f"cannot {wanted}: {message or f'status {status}'}")
 
 
