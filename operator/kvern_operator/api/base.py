@@ -20,7 +20,10 @@ MAX_INT32 = 2**31 - 1
 
 
 class Rule(NamedTuple):
-    """A rule over fields of one object. `field` (camelCase, dotted) is to blame; `shows` are printed with it."""
+    """A rule over fields of one object. `field` (camelCase, dotted) is to blame; `shows` are printed with it.
+
+    The API server also tries a rule on the default of its object, which is {}: ask has() for fields with defaults.
+    """
 
     field: str
     cel: str

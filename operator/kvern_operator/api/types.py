@@ -109,12 +109,6 @@ class Model(KvernModel):
         return rest if scheme == "hf" else rest.rstrip("/").rpartition("/")[2]
 
 
-def _reserved_message() -> str:
-    """CEL that names each flag that may not be given, and what to set instead."""
-    owners = {k: f"set spec.{v} instead" if v else "the operator decides it" for k, v in RESERVED_ARGS.items()}
-    return f"self.filter(k, k in {owners!r}).map(k, k + ': ' + {owners!r}[k]).join('; ')"
-
-
 _ARGS_SCHEMA: dict[str, Any] = {
     "type": "object",
     "maxProperties": 64,
@@ -124,12 +118,15 @@ _ARGS_SCHEMA: dict[str, Any] = {
         "maxLength": 1024,
     },
     "x-kubernetes-validations": [
-        {
-            "rule": f"self.all(k, !(k in {sorted(RESERVED_ARGS)!r}))",
-            "messageExpression": _reserved_message(),
-            "message": "these flags have fields of their own in the spec, or are the operator's to set: "
-            + ", ".join(sorted(RESERVED_ARGS)),
-        },
+        # A rule a flag, so that the message names it: looking each up is cheap, building one message of all is not.
+        *(
+            {
+                "rule": f"!('{name}' in self)",
+                "message": f"{name}: "
+                + (f"set spec.{owner} instead" if owner else "the operator decides it; leave it out"),
+            }
+            for name, owner in sorted(RESERVED_ARGS.items())
+        ),
         {
             "rule": "self.all(k, k.matches('^[a-z][a-z0-9-]*$'))",
             "message": "names of flags are lower-case words with dashes and no leading dashes, such as block-size",
@@ -295,7 +292,7 @@ class Autoscaling(KvernModel):
         ),
         Rule(
             "maxReplicas",
-            "!(self.mode in ['Internal', 'Recommend']) || has(self.maxReplicas)",
+            "!has(self.mode) || !(self.mode in ['Internal', 'Recommend']) || has(self.maxReplicas)",
             "maxReplicas is needed in modes Internal and Recommend",
             lambda a: a.mode not in ("Internal", "Recommend") or a.max_replicas is not None,
             ("mode",),
@@ -326,6 +323,7 @@ class Rollout(KvernModel):
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "maxUnavailable",
+            "!has(self.maxSurge) || !has(self.maxUnavailable) || "
             "!((type(self.maxSurge) == string ? self.maxSurge == '0%' : self.maxSurge == 0) && "
             "(type(self.maxUnavailable) == string ? self.maxUnavailable == '0%' : self.maxUnavailable == 0))",
             "maxSurge and maxUnavailable must not both be 0",
