@@ -25,7 +25,7 @@ from pathlib import Path
 
 CACHE = Path(os.environ.get("KVERN_E2E_CACHE") or Path.home() / ".cache" / "kvern-e2e")
 TOOLS = CACHE / "tools"
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 STOP_SECONDS = 10.0
 TOKEN = "kvern-e2e-admin"  # of a server on loopback that lives for a test
 AUDIT_POLICY = Path(__file__).with_name("audit.yaml")

@@ -40,7 +40,7 @@ choose_mode() {
 groups_wanted() {
   local groups=()
   if [ "$(mode)" = offline ]; then
-    echo control kind helm node metrics
+    echo control kind helm engine node metrics
     return
   fi
   command -v kind >/dev/null || groups+=(kind)

@@ -12,9 +12,16 @@ from pathlib import Path
 PORT = 38437
 
 
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Its requests would bury the build's own words in the log."""
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
 def server(folder: str) -> http.server.ThreadingHTTPServer:
     """A server of `folder` on loopback, at PORT or wherever there is room."""
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    handler = functools.partial(Quiet, directory=folder)
     try:
         return http.server.ThreadingHTTPServer(("127.0.0.1", PORT), handler)
     except OSError:

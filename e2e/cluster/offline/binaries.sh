@@ -1,6 +1,6 @@
 #!/bin/bash
 # binaries.sh GROUP...: static programs from their Go modules, each kept as bin/NAME@VERSION and linked into tools/.
-# Groups: control (API server, etcd, kubectl, controllers), kind, helm, node, metrics, kwok. A program that is there
+# Groups: control (API server, etcd, kubectl, controllers), kind, helm, engine, node, metrics, kwok. A program that is there
 # already is kept, so an interrupted run goes on where it was. Everything cold: about 20 minutes on two cores.
 . "$(dirname "$0")/../lib.sh"
 export CGO_ENABLED=0 GOCACHE=$CACHE/go/build GOMODCACHE=$CACHE/go/pkg GOTOOLCHAIN=local GOWORK=off
@@ -130,11 +130,11 @@ for group in "$@"; do
       one coredns "$COREDNS_VERSION" github.com/coredns/coredns
       one local-path-provisioner "$LOCAL_PATH_VERSION" github.com/rancher/local-path-provisioner \
         "-X main.VERSION=$LOCAL_PATH_VERSION"
-      ours pause
-      ours runc-wrap ;;
+      ours pause ;;
+    engine) ours runc-wrap ;;
     metrics) one metrics-server "$METRICS_SERVER_VERSION" sigs.k8s.io/metrics-server/cmd/metrics-server ;;
     kwok) one kwok "$KWOK_VERSION" sigs.k8s.io/kwok/cmd/kwok ;;
-    *) die "binaries.sh: no group '$group'; there are control, kubectl, kind, helm, node, metrics, kwok" ;;
+    *) die "binaries.sh: no group '$group'; there are control, kubectl, kind, helm, engine, node, metrics, kwok" ;;
   esac
 done
 [ -e "$TOOLS/helm" ] || [ ! -e "$TOOLS/helm4" ] || ln -sfn helm4 "$TOOLS/helm"
