@@ -147,3 +147,15 @@ KVERN_LOG_LEVEL: logging.level
 {{- $_ := set $seen $env.name true }}
 {{- end }}
 {{- end }}
+
+{{/* Refuses labels that the chart sets itself: one of the two would be lost, and a selector with it. */}}
+{{- define "kvern.checkLabels" -}}
+{{- $given := dict "commonLabels" .Values.commonLabels "podLabels" .Values.podLabels "podMonitor.labels" .Values.podMonitor.labels }}
+{{- range $value, $labels := $given }}
+{{- range $label, $_ := $labels }}
+{{- if regexMatch "^(app[.]kubernetes[.]io/(name|instance|version|component|part-of|managed-by)|helm[.]sh/.*)$" $label }}
+{{- fail (printf "%s: the label %s is set by the chart; choose another" $value $label) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
