@@ -22,6 +22,10 @@ from kvern_operator.reconcile import Plan
 log = logging.getLogger("kvern.apply")
 
 WORKLOADS = ("StatefulSet", "Deployment")
+NOT_OURS = (
+    "one of that name is there already that Kvern has not made for this service; delete it, or give the "
+    "InferenceService another name"
+)
 NAME_TAKEN = 1.0  # seconds after which a name that another object still holds is tried again
 
 
@@ -97,7 +101,7 @@ class Executor:
             if obj["kind"] == "Secret":
                 await self._create_secret(uid, obj)
             else:
-                await self._apply_child(key, obj, live)
+                await self._apply_child(key, uid, obj, live, outcome)
         except ApiError as error:
             if error.status in (403, 404) and "being terminated" in error.message:
                 raise NamespaceEndingError(error.message) from None
@@ -106,11 +110,14 @@ class Executor:
             log.warning("%s %s/%s: %s", obj["kind"], key[0], obj["metadata"]["name"], error)
             outcome.refusals.append(_refusal(obj, error, with_revision=False))
 
-    async def _apply_child(self, key: Key, obj: Object, live: Live | None) -> None:
+    async def _apply_child(self, key: Key, uid: str, obj: Object, live: Live | None, outcome: Outcome) -> None:
         name = (key, *meta.key(obj))
         digest = meta.annotation(obj, meta.APPLIED_HASH)
         if live is not None and self._idle.get(name) == (digest, live.version):
             return  # the same apply has changed nothing before: the API server writes some values in its own way
+        if live is None and await self._is_somebody_elses(obj, uid):
+            outcome.refusals.append(Refusal(obj["kind"], "", NOT_OURS, obj["metadata"]["name"]))
+            return
         sent = obj
         if live is not None and obj["kind"] == "StatefulSet":
             # Decisions (to drain, to take back) are taken from one state of the object: of two leaders one loses.
@@ -120,6 +127,17 @@ class Executor:
             self._idle[name] = (digest, live.version)
         else:
             self._idle.pop(name, None)
+
+    async def _is_somebody_elses(self, obj: Object, uid: str) -> bool:
+        """Applying by force would take over an object that a user has made under this name; only labelled ones are in
+        the mirror, so one that is about to be made is looked for first."""
+        found = await self._client.find(obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"])
+        if found is None:
+            return False
+        owners = {o.get("uid") for o in found["metadata"].get("ownerReferences") or ()}
+        labels = found["metadata"].get("labels") or {}
+        kept = obj["kind"] == "PersistentVolumeClaim" and not owners and meta.SERVICE_LABEL in labels
+        return uid not in owners and not kept
 
     async def _create_secret(self, uid: str, obj: Object) -> None:
         path = collection(meta.API_VERSIONS["Secret"], PLURALS["Secret"], obj["metadata"]["namespace"])

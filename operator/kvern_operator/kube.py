@@ -154,6 +154,12 @@ class KubeClient:
         applied: Object = await self._write("PATCH", path, query=query, body=obj, content_type=APPLY)
         return applied
 
+    async def find(self, kind: str, namespace: str, name: str) -> Object | None:
+        """One child, whoever made it; None where there is none. Needs no right but to list."""
+        path = path_of(kind, namespace, name).rpartition("/")[0]
+        found = await self.request("GET", path, query={"fieldSelector": f"metadata.name={name}"})
+        return next(iter(found.get("items") or ()), None)
+
     async def create(self, obj: Object, kind_path: str) -> None:
         """POST one object."""
         await self._write("POST", kind_path, query={"fieldManager": meta.MANAGER}, body=obj)

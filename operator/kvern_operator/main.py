@@ -42,6 +42,7 @@ log = logging.getLogger("kvern.main")
 SILENT_API = 60.0  # seconds without an answer about the Lease after which a standby is not ready
 LAST_WORDS = 8.0  # seconds that the end may take
 LOOK_FOR_CRD = 5.0  # seconds between looks while it is not there
+LOOK_FOR_MONITORS = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -278,10 +279,26 @@ class _Parts:
         metrics.gauge(
             "kvern_operator_watch_silence_seconds", "Age of the last word of the most silent watch", watches.age
         )
-        for name, work in (("workers", self._workers.run()), ("notices", notices.run()), ("verifier", verifier.run())):
+        works = {
+            "workers": self._workers.run(),
+            "notices": notices.run(),
+            "verifier": verifier.run(),
+            "PodMonitor": self._watch_monitors(),
+        }
+        for name, work in works.items():
             task = asyncio.create_task(work, name=name)
             task.add_done_callback(self._ended)
             self._tasks.append(task)
+
+    async def _watch_monitors(self) -> None:
+        """The Prometheus operator may come or go later. What is watched is set at the start: so start again then."""
+        group_version, plural = meta.API_VERSIONS["PodMonitor"], PLURALS["PodMonitor"]
+        while True:
+            await asyncio.sleep(LOOK_FOR_MONITORS)
+            with contextlib.suppress(ApiError):
+                if await self._client.serves(group_version, plural) != self._monitors:
+                    log.warning("PodMonitors are %s now: starting again", "gone" if self._monitors else "known")
+                    self._operator._stop.set()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and not self.failed.done():

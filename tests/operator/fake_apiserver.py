@@ -171,7 +171,11 @@ class FakeApi:
             return web.json_response(self.objects[path])
         parts = path.strip("/").split("/")
         if parts[-1] in {plural for kinds in RESOURCES.values() for plural in kinds}:
-            return web.json_response(self._list(path, request.query.get("labelSelector", "")))
+            found = self._list(path, request.query.get("labelSelector", ""))
+            name = request.query.get("fieldSelector", "").removeprefix("metadata.name=")
+            if name and "=" not in name:
+                found["items"] = [item for item in found["items"] if item["metadata"]["name"] == name]
+            return web.json_response(found)
         found = _discovery(parts)
         return web.json_response(found) if found is not None else _status(404, "the server could not find it")
 

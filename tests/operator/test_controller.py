@@ -92,6 +92,21 @@ async def test_drift_is_put_right(bench, api):
     assert "smol" in api.of("services")
 
 
+async def test_what_somebody_else_has_made_under_a_name_is_left_alone(bench, api):
+    theirs = {"kind": "Service", "metadata": {"name": "smol", "namespace": "team-a"}, "spec": {"ports": [1]}}
+    api.put(path("Service", "smol"), theirs)
+    bench.create()
+    with pytest.raises(RefusedError):
+        await bench.work()
+    assert api.of("services")["smol"]["spec"] == {"ports": [1]}
+    assert "ownerReferences" not in api.of("services")["smol"]["metadata"]
+    message = next(c["message"] for c in bench.status["conditions"] if c["type"] == "Degraded")
+    assert "Service smol" in message and "one of that name is there already that Kvern has not made" in message
+    api.remove(path("Service", "smol"))
+    await bench.settle()
+    assert bench.condition("Degraded")[0] == "False"
+
+
 async def test_a_second_leader_loses_the_race_for_the_status_and_says_nothing(bench, api):
     bench.create()
     other = Bench(api)
