@@ -1,12 +1,17 @@
 """Kubeconfig files, exec plugins and certificates: the ways to a cluster, and what is said where there is none."""
 
 import base64
+import contextlib
 import json
 import os
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -247,8 +252,92 @@ def test_certificates_both_ways_and_another_server_name(pki, tmp_path):
         for change in ({"tls-server-name": "other.test"}, {"certificate-authority": None}):
             file = write(tmp_path / "config", user=certificate, cluster={**good, **change})
             with pytest.raises(
-                KubeError, match=r"cannot reach the cluster at https://.*certificate.*must be this server"
+                KubeError,
+                match=r"cannot reach the cluster at https://.*its certificate is not accepted: .*must be this",
             ):
                 connect(str(file)).list(SERVICES)
         lax = {"server": server, "insecure-skip-tls-verify": True}
         assert connect(str(write(tmp_path / "config", user=certificate, cluster=lax))).list(SERVICES) == []
+
+
+@contextmanager
+def tunnels(seen: list[str]) -> Iterator[str]:
+    """A proxy that knows CONNECT: one thread a direction. `seen` gets the first lines and the authorization."""
+
+    def copy(a: socket.socket, b: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := a.recv(65536):
+                b.sendall(data)
+            b.shutdown(socket.SHUT_WR)
+
+    def serve(client: socket.socket) -> None:
+        with client, client.makefile("rb") as head:
+            first = head.readline().decode().split()
+            rest = [line.decode().strip() for line in iter(head.readline, b"\r\n")]
+            seen.append(first[1])
+            seen.extend(line for line in rest if line.startswith("Proxy-Authorization"))
+            port = first[1].rpartition(":")[2]
+            with socket.create_connection(("127.0.0.1", int(port))) as server:
+                client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                other = threading.Thread(target=copy, args=(server, client), daemon=True)
+                other.start()
+                copy(client, server)
+                other.join(5)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("given", ["kubeconfig", "environment"])
+def test_through_a_proxy(pki, tmp_path, monkeypatch, given):
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(pki / "server.pem", pki / "server.key")
+    api, seen = FakeApi(), []
+    api.put_list(SERVICES, [])
+    with serving(api, tls) as server, tunnels(seen) as proxy:
+        port = server.rpartition(":")[2]
+        cluster = {"server": f"https://kvern.test:{port}", "certificate-authority": str(pki / "ca.pem")}
+        if given == "kubeconfig":
+            cluster["proxy-url"] = f"http://me:secret@{proxy}"
+        else:
+            monkeypatch.setenv("HTTPS_PROXY", f"http://me:secret@{proxy}")
+        kube = connect(str(write(tmp_path / "config", cluster=cluster)))
+        assert kube.list(SERVICES) == [] and kube.list(SERVICES) == []
+        kube.close()
+    assert seen == [f"kvern.test:{port}", f"Proxy-Authorization: Basic {b64('me:secret')}"]  # one connection for both
+
+
+def test_a_proxy_of_another_kind_is_refused(tmp_path):
+    cluster = {"server": "https://kvern.test:1", "proxy-url": "socks5://x:1"}
+    with pytest.raises(KubeconfigError, match=r"proxy socks5://x:1: only proxies of the form http://host:port"):
+        connect(str(write(tmp_path / "config", cluster=cluster)))
+
+
+def test_a_kept_connection_that_the_server_closed_is_replaced(tmp_path):
+    api = FakeApi()
+    api.put_list(SERVICES, [])
+    with serving(api) as server:
+        kube = connect(str(write(tmp_path / "config", cluster={"server": f"{server}/prefix"})))
+        api.objects[f"/prefix{SERVICES}"] = []
+        assert kube.list(SERVICES.lstrip("/")) == []
+        (kept,) = kube._wire._idle
+        kept.sock.shutdown(socket.SHUT_RDWR)
+        assert kube.list(SERVICES) == [] and api.asked == [f"/prefix{SERVICES}"] * 2
+
+
+def test_certificates_that_are_none_are_named(tmp_path):
+    cluster = {"server": "https://127.0.0.1:1", "certificate-authority-data": b64("no PEM")}
+    with pytest.raises(KubeconfigError, match="context kind: certificate-authority holds no certificate in PEM"):
+        connect(str(write(tmp_path / "config", cluster=cluster)))
+    user = {"client-certificate-data": b64("no PEM"), "client-key-data": b64("none either")}
+    with pytest.raises(KubeconfigError, match="user ada: client-certificate and client-key do not fit"):
+        connect(str(write(tmp_path / "config", user=user, cluster={"server": "https://127.0.0.1:1"})))

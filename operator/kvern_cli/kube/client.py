@@ -1,24 +1,20 @@
-"""GET, LIST and log streams of the Kubernetes API over httpx, with errors in words. Never writes to the cluster."""
+"""GET, LIST and log streams of the Kubernetes API, with errors in words. Never writes to the cluster."""
 
+import http.client
 import json
-import os
 import ssl
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
-
-import httpx
 
 from kvern_cli.kube.credentials import Credentials, credentials
 from kvern_cli.kube.errors import KubeError
 from kvern_cli.kube.kubeconfig import Access, load_access
-from kvern_operator import __version__
+from kvern_cli.kube.wire import TIMEOUT, Answer, Wire
 
-TIMEOUT = 10.0  # seconds for an answer to begin, and between its parts
 PAGE = 500  # objects of one answer
-LOOPBACK = ("127.", "localhost", "::1")
+LOG_TIMEOUT = 60.0  # seconds between parts of a log that is not followed
+BROKEN = (OSError, http.client.HTTPException)
 
 
 class Kube:
@@ -27,34 +23,19 @@ class Kube:
     def __init__(self, access: Access, found: Credentials, renew: Callable[[], Credentials] | None = None) -> None:
         self.access = access
         self._renew, self._renewing = renew, threading.Lock()
-        self._found = found
-        self._http = self._client(found)
-
-    def _client(self, found: Credentials) -> httpx.Client:
-        access = self.access
-        host = httpx.URL(access.server).host
-        headers = {"Accept": "application/json", "User-Agent": f"kvern/{__version__}"}
-        if found.authorization:
-            headers["Authorization"] = found.authorization
-        return httpx.Client(
-            base_url=access.server,
-            headers=headers,
-            verify=_tls(access, found) if access.server.startswith("https:") else False,
-            proxy=access.proxy or None,
-            trust_env=not host.startswith(LOOPBACK),
-            timeout=TIMEOUT,
-        )
+        self._found, self._wire = found, Wire(access, found)
 
     def close(self) -> None:
         """Close idle connections."""
-        self._http.close()
+        self._wire.close()
 
     def get(self, path: str, what: str = "", **params: Any) -> dict[str, Any]:
         """One object or list. `what` says in errors what was wanted: "read service x". Raises KubeError."""
-        response = self._send(lambda http: http.get(path, params=_given(params), extensions=self._extensions()))
-        self._check(response, what)
+        answer = self._send(path, params)
+        text = self._whole(answer)
+        self._check(answer.status, text, what)
         try:
-            document = response.json()
+            document = json.loads(text)
         except ValueError:
             document = None
         if not isinstance(document, dict):
@@ -79,61 +60,57 @@ class Kube:
 
     def lines(self, path: str, what: str = "", *, follow: bool = False, **params: Any) -> Iterator[str]:
         """The lines of a log as they come. With `follow` it ends when the container does. Raises KubeError."""
-        timeout = httpx.Timeout(TIMEOUT, read=None if follow else 60.0)
         extra = {"follow": "true"} if follow else {}
-        query = _given({**params, **extra})
-
-        def send(http: httpx.Client) -> httpx.Response:
-            request = http.build_request("GET", path, params=query, timeout=timeout, extensions=self._extensions())
-            return http.send(request, stream=True)
-
-        response = self._send(send)
+        answer = self._send(path, {**params, **extra}, None if follow else LOG_TIMEOUT)
+        if answer.status >= 400:
+            self._check(answer.status, self._whole(answer), what)
         try:
-            if response.status_code >= 400:
-                response.read()
-            self._check(response, what)
-            yield from response.iter_lines()
-        except httpx.HTTPError as error:
-            raise KubeError("unreachable", f"the log broke off: {_cause(error)}") from None
+            for line in answer.lines:
+                yield line.decode("utf-8", "replace").rstrip("\n")
+        except BROKEN as error:
+            raise KubeError("unreachable", f"the log broke off: {cause(error)}") from None
         finally:
-            response.close()
+            answer.close()
 
     # ------------------------------------------------------------ one exchange
 
-    def _extensions(self) -> dict[str, Any]:
-        return {"sni_hostname": self.access.server_name} if self.access.server_name else {}
-
-    def _send(self, send: Callable[[httpx.Client], httpx.Response]) -> httpx.Response:
+    def _send(self, path: str, params: dict[str, Any], read_timeout: float | None = TIMEOUT) -> Answer:
         """An exchange; once more with renewed credentials where they are not (or no longer) accepted."""
         used = self._found
         try:
-            response = send(self._http)
-            if response.status_code == 401 and self._renew is not None and used.renewable:
-                response.close()
+            answer = self._wire.get(path, params, read_timeout)
+            if answer.status == 401 and self._renew is not None and used.renewable:
+                answer.close()
                 self._take_new(used)
-                response = send(self._http)
-        except httpx.HTTPError as error:
+                answer = self._wire.get(path, params, read_timeout)
+        except BROKEN as error:
             raise KubeError("unreachable", self._unreachable(error)) from None
-        return response
+        return answer
 
     def _take_new(self, used: Credentials) -> None:
         with self._renewing:
             if self._found is used and self._renew is not None:
                 self._found = self._renew()
-                self._http = self._client(self._found)
+                self._wire = Wire(self.access, self._found)
 
-    def _unreachable(self, error: httpx.HTTPError) -> str:
+    def _whole(self, answer: Answer) -> str:
+        try:
+            return answer.text()
+        except BROKEN as error:
+            answer.close()
+            raise KubeError("unreachable", self._unreachable(error)) from None
+
+    def _unreachable(self, error: BaseException) -> str:
         access = self.access
-        text = f"cannot reach the cluster at {access.server} ({access.place}): {_cause(error)}"
-        if "certificate" in str(error).lower():
+        text = f"cannot reach the cluster at {access.server} ({access.place}): {cause(error)}"
+        if isinstance(error, ssl.SSLCertVerificationError):
             return f"{text}; certificate-authority-data of the kubeconfig must be this server's"
         flag = f" --context {access.context}" if access.context else ""
         return f"{text}; try: kubectl{flag} cluster-info"
 
-    def _check(self, response: httpx.Response, what: str) -> None:
-        if response.status_code < 400:
-            return
-        raise api_error(response.status_code, response.text, what, self.access)
+    def _check(self, status: int, text: str, what: str) -> None:
+        if status >= 400:
+            raise api_error(status, text, what, self.access)
 
 
 def connect(kubeconfig: str | None = None, context: str | None = None, namespace: str | None = None) -> Kube:
@@ -166,31 +143,12 @@ def api_error(status: int, body: str, what: str, access: Access) -> KubeError:
     return KubeError("refused", f"cannot {wanted}: {message or f'status {status}'}")
 
 
-def _given(params: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in params.items() if value is not None}
-
-
-def _cause(error: BaseException) -> str:
-    if isinstance(error, httpx.TimeoutException):
+def cause(error: BaseException) -> str:
+    """Why there is no answer, without numbers and brackets."""
+    if isinstance(error, TimeoutError):
         return f"no answer within {TIMEOUT:g} s"
-    text = str(error).strip()
-    # "[Errno 111] Connection refused" and "[SSL: ...] certificate verify failed: ... (_ssl.c:1007)"
-    text = text.partition("] ")[2] if text.startswith("[") else text
-    return text.partition(" (_ssl.c")[0] or type(error).__name__
-
-
-def _tls(access: Access, found: Credentials) -> ssl.SSLContext:
-    context = ssl.create_default_context(cadata=access.ca or None)
-    if access.insecure:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    if found.certificate:
-        # OpenSSL takes certificates from files only; mkstemp's are readable by their owner alone.
-        handle, name = tempfile.mkstemp(prefix="kvern-", suffix=".pem")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(found.certificate.rstrip("\n") + "\n" + found.key)
-            context.load_cert_chain(name)
-        finally:
-            Path(name).unlink()
-    return context
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message.rstrip('.')}"
+    text = (error.strerror if isinstance(error, OSError) else "") or str(error)
+    text = text.partition("] ")[2] if text.startswith("[") else text  # [SSL: ...] what (_ssl.c:1007)
+    return text.partition(" (_ssl.c")[0].strip() or type(error).__name__
