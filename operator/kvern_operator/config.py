@@ -34,6 +34,7 @@ class Config:
     watch_namespaces: tuple[str, ...] = ()
     lease_name: str = "kvern-operator"
     resync: float = 450.0
+    pod_monitors: bool = True  # make PodMonitors where the cluster knows them
     health_port: int = 8080
     log_format: str = "text"
     log_level: str = "info"
@@ -64,6 +65,7 @@ def read_config(environment: Mapping[str, str] | None = None) -> Config:
         watch_namespaces=_names(env.get("KVERN_WATCH_NAMESPACES", "")),
         lease_name=env.get("KVERN_LEASE_NAME", "").strip() or "kvern-operator",
         resync=_number(env, "KVERN_RESYNC_SECONDS", 450, 10, 86_400, problems),
+        pod_monitors=_choice(env, "KVERN_POD_MONITORS", "true", ("true", "false"), problems) == "true",
         health_port=int(_number(env, "KVERN_HEALTH_PORT", 8080, 1, 65_535, problems)),
         log_format=_choice(env, "KVERN_LOG_FORMAT", "text", ("text", "json"), problems),
         log_level=_choice(env, "KVERN_LOG_LEVEL", "info", LEVELS, problems),

@@ -185,7 +185,9 @@ class Operator:
     async def _operate(self, client: KubeClient) -> int:
         """Run kopf and the workers until told to stop, or until one of them ends by itself."""
         namespaces = self.config.watch_namespaces
-        monitors = await client.serves(meta.API_VERSIONS["PodMonitor"], PLURALS["PodMonitor"])
+        monitors = self.config.pod_monitors and await client.serves(
+            meta.API_VERSIONS["PodMonitor"], PLURALS["PodMonitor"]
+        )
         ready = asyncio.Event()
         parts = _Parts(self, client, monitors)
         registry = register(

@@ -30,10 +30,12 @@ CLUSTER_WIDE: set[Right] = {
 }
 
 
-def needed(cluster_wide: bool) -> set[Right]:
+def needed(cluster_wide: bool, *, pod_monitors: bool = True) -> set[Right]:
     """Everything but the Lease. The kinds of children come from the code that builds them."""
     rights = set(ALWAYS | CLUSTER_WIDE if cluster_wide else ALWAYS)
     for kind, version in meta.API_VERSIONS.items():
+        if kind == "PodMonitor" and not pod_monitors:
+            continue
         group = version.rpartition("/")[0]
         verbs = {"create"} if kind in NOT_READ else CHILD_VERBS - ({"delete"} if kind in NOT_DELETED else set())
         rights |= {(group, PLURALS.get(kind, f"{kind.lower()}s"), verb) for verb in verbs}

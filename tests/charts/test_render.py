@@ -107,14 +107,27 @@ def test_rights_of_a_cluster_wide_install(render: Any) -> None:
 
 def test_rights_of_a_namespaced_install(render: Any) -> None:
     objects = render({"watchNamespaces": ["team-a", "team-b"]})
+    assert environment(objects)["KVERN_POD_MONITORS"] == "false"
     assert not [k for k in kinds(objects) if k.startswith("Cluster")]
     for namespace in ("team-a", "team-b"):
         roles = [o for o in objects if o["kind"] == "Role" and o["metadata"]["namespace"] == namespace]
-        assert granted(roles) == needed(cluster_wide=False)
+        assert granted(roles) == needed(cluster_wide=False, pod_monitors=False)
         bindings = [o for o in objects if o["kind"] == "RoleBinding" and o["metadata"]["namespace"] == namespace]
         assert {b["roleRef"]["name"] for b in bindings} == {r["metadata"]["name"] for r in roles}
         assert all(b["subjects"][0]["namespace"] == "kvern-system" for b in bindings)
     assert environment(objects)["KVERN_WATCH_NAMESPACES"] == "team-a,team-b"
+
+
+def test_rights_to_pod_monitors(render: Any) -> None:
+    """Asked for where they may be of use; whoever installs it in a namespace has to have them himself."""
+    known = render({"watchNamespaces": ["team-a"]}, api=POD_MONITORS)
+    roles = [o for o in known if o["kind"] == "Role" and o["metadata"]["namespace"] == "team-a"]
+    assert granted(roles) == needed(cluster_wide=False)
+    assert environment(known)["KVERN_POD_MONITORS"] == "true"
+    unwanted = render({"podMonitor": {"create": False}}, api=POD_MONITORS)
+    roles = [o for o in unwanted if o["kind"] == "ClusterRole"]
+    assert granted(roles) == needed(cluster_wide=True, pod_monitors=False)
+    assert environment(unwanted)["KVERN_POD_MONITORS"] == "false"
 
 
 @pytest.mark.parametrize("namespaces", [[], ["team-a"]], ids=["cluster-wide", "namespaced"])
@@ -129,7 +142,7 @@ def test_one_role_a_concern_and_no_star(render: Any, namespaces: list[str]) -> N
         "secrets",
         "events",
         "lease",
-        *([] if namespaces else ["definitions"]),
+        *([] if namespaces else ["definitions", "monitors"]),
     }
     assert {r for r in granted(roles) if r[1] == "secrets"} == {("", "secrets", "create")}
 

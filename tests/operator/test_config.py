@@ -43,6 +43,7 @@ def test_everything_is_taken_over(key):
             KVERN_LOG_LEVEL="debug",
             KVERN_RESYNC_SECONDS="60",
             KVERN_HEALTH_PORT="9999",
+            KVERN_POD_MONITORS="false",
             KVERN_OPERATOR_PORT_8080_TCP="a Service's variable is no mistake",
         )
     )
@@ -52,6 +53,7 @@ def test_everything_is_taken_over(key):
     assert (config.watch_namespaces, config.identity, config.lease_name) == (("a", "b"), "kvern-operator-x", "other")
     assert settings.cluster_domain == "corp.example"
     assert (config.log_format, config.log_level, config.resync, config.health_port) == ("json", "debug", 60, 9999)
+    assert config.pod_monitors is False
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,7 @@ def test_everything_is_taken_over(key):
         ("KVERN_LOG_LEVEL", "loud", 'KVERN_LOG_LEVEL="loud" must be one of debug, info, warning, error'),
         ("KVERN_RESYNC_SECONDS", "1", 'KVERN_RESYNC_SECONDS="1" must be a whole number from 10 to 86400'),
         ("KVERN_RESYNC_SECONDS", "5m", 'KVERN_RESYNC_SECONDS="5m" must be a whole number'),
+        ("KVERN_POD_MONITORS", "no", 'KVERN_POD_MONITORS="no" must be one of true, false'),
         ("KVERN_HEALTH_PORT", "0", 'KVERN_HEALTH_PORT="0" must be a whole number from 1 to 65535'),
     ],
 )

@@ -83,6 +83,15 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
+{{/*
+Whether the operator may make PodMonitors for services. In a namespaced install only where the cluster knows them already:
+the admin of a namespace can rarely grant it.
+*/}}
+{{- define "kvern.podMonitors" -}}
+{{- $known := .Capabilities.APIVersions.Has "monitoring.coreos.com/v1/PodMonitor" }}
+{{- ternary "true" "false" (and .Values.podMonitor.create (or $known (empty .Values.watchNamespaces))) }}
+{{- end }}
+
 {{/* What the operator reads at start. Everything it can be told is here. */}}
 {{- define "kvern.environment" -}}
 - name: KVERN_NAMESPACE
@@ -111,6 +120,8 @@ capabilities:
   value: {{ .Values.clusterDomain }}
 - name: KVERN_RESYNC_SECONDS
   value: {{ .Values.resyncSeconds | quote }}
+- name: KVERN_POD_MONITORS
+  value: {{ include "kvern.podMonitors" . | quote }}
 - name: KVERN_LOG_FORMAT
   value: {{ .Values.logging.format }}
 - name: KVERN_LOG_LEVEL
@@ -128,6 +139,7 @@ KVERN_IMAGE_PULL_SECRETS: images.pullSecrets
 KVERN_OPERATOR_KEY_FILE: operatorKey.existingSecret
 KVERN_CLUSTER_DOMAIN: clusterDomain
 KVERN_RESYNC_SECONDS: resyncSeconds
+KVERN_POD_MONITORS: podMonitor.create
 KVERN_LOG_FORMAT: logging.format
 KVERN_LOG_LEVEL: logging.level
 {{- end }}

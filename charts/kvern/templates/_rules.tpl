@@ -33,13 +33,17 @@ yet. tests/charts compare the rules with what the operator's code builds.
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [list, watch, create, patch, delete]
-- apiGroups: [monitoring.coreos.com]
-  resources: [podmonitors]
-  verbs: [list, watch, create, patch, delete]
 # Never deleted: a claim holds data.
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [list, watch, create, patch]
+{{- end }}
+
+{{/* A PodMonitor a service. */}}
+{{- define "kvern.rules.monitors" -}}
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
+  verbs: [list, watch, create, patch, delete]
 {{- end }}
 
 {{/* Why a service does not start: its pods, and what controllers say of it. Pods are made by StatefulSets. */}}
