@@ -203,6 +203,15 @@ def _slow_starts(picture: Picture) -> Iterator[Problem]:
 # ---------------------------------------------------------------- what the operator says
 
 
+def _meaning(reason: str) -> str:
+    """The first sentence of what a reason means, to go on with in a headline."""
+    known = REASONS.get(reason)
+    if known is None:
+        return reason
+    first = known.meaning.partition(". ")[0].rstrip(".")
+    return first[:1].lower() + first[1:]
+
+
 def _from_conditions(picture: Picture, known: set[str]) -> Iterator[Problem]:
     """Trouble that no pod shows; and pods' trouble where pods could not be read."""
     if picture.service["metadata"].get("deletionTimestamp"):
@@ -220,4 +229,4 @@ def _from_conditions(picture: Picture, known: set[str]) -> Iterator[Problem]:
             continue
         told.add(reason)
         serious = type_ in ("Ready", "Available")
-        yield Problem(reason, f"{reason}", f"{reason}: {message.removeprefix('stalled: ')}", serious=serious)
+        yield Problem(reason, _meaning(reason), f"{reason}: {message.removeprefix('stalled: ')}", serious=serious)

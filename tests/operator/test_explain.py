@@ -377,7 +377,8 @@ def test_without_the_right_to_see_pods_the_conditions_must_do():
     found = explain(picture(svc, [], [], gaps=gaps))
     assert rows(found)["Wrong"] == "Unschedulable: engine smol-r0-0: 0/2 nodes are available."
     assert rows(found)["Not seen"] == gaps[0]
-    assert "No engine pod" in rows(found)["There is"]
+    assert "There is" not in rows(found)
+    assert found.headline == "smol does not answer: no node can take the pod."
 
 
 def local(doing: str, running: bool = True, **more) -> Picture:
@@ -449,6 +450,20 @@ def test_one_service_with_facts_conditions_pods_and_the_worst():
     assert "smol-r0-0 0/1 4 CrashLoopBackOff tp1pp1dp1 rev1 node-1 4m0s" in lines
     assert "smol-router-5d8-1 0/1 0 starting for 3m20s - rev1 node-2 4m0s" in lines
     assert lines[-1] == "smol-r0-0 crashes at its start; more: kvern explain -n team-a smol"
+
+
+def test_where_the_time_of_the_last_start_went():
+    startup = {
+        "pod": "smol-r0-0",
+        "schedulingSeconds": 1,
+        "creatingSeconds": 3,
+        "loadingSeconds": 9,
+        "totalSeconds": 13,
+    }
+    svc = service(*READY, readyReplicas=1, startup=startup, device="cpu", revision={"current": "a", "updated": "b"})
+    text = "\n".join(plain(service_blocks(picture(svc, [pod("smol-r0-0", running())]))))
+    assert "Last start      13 s until smol-r0-0 was ready: scheduling 1 s, creating 3 s, loading 9 s" in text
+    assert "tensor size 1; computing on cpu" in text and "Revision        a, rolling out b" in text
 
 
 def test_pods_in_the_order_of_their_numbers():
