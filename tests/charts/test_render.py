@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,20 @@ def test_package_holds_what_the_folder_does(helm: Helm, chart: str, tmp_path: Pa
     assert documents(unpacked.stdout) == documents(
         helm.run("template", chart, str(CHARTS / chart), "--show-only", SHOWN[chart], "-n", "kvern-system").stdout
     )
+
+
+def test_charts_can_be_parts_of_another(helm: Helm, tmp_path: Path) -> None:
+    """Closed schemas must let pass what Helm itself hands down to subcharts."""
+    (tmp_path / "Chart.yaml").write_text("apiVersion: v2\nname: platform\nversion: 1.0.0\n")
+    values = {"global": {"region": "north"}, "kvern": {"replicas": 2}}
+    (tmp_path / "values.yaml").write_text(json.dumps(values))
+    for chart in ("kvern", "kvern-crds"):
+        shutil.copytree(CHARTS / chart, tmp_path / "charts" / chart)
+    done = helm.run("template", "platform", str(tmp_path), "--namespace", "kvern-system")
+    assert done.returncode == 0, done.stderr
+    objects = documents(done.stdout)
+    assert one(objects, "Deployment")["spec"]["replicas"] == 2
+    assert {"CustomResourceDefinition", "PodDisruptionBudget"} <= kinds(objects)
 
 
 SHOWN = {"kvern": "templates/tests/health.yaml", "kvern-crds": "templates/crd.yaml"}  # those that read a file
