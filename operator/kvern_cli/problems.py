@@ -172,8 +172,8 @@ def _stuck_pods(picture: Picture) -> Iterator[Problem]:
         if pod.ending_since:
             late = seconds_since(pod.ending_since, picture.now) - pod.grace_seconds
             if late > 30:
-                since = age(pod.ending_since, picture.now)
-                story = f"{pod.name} was told to end {since} ago, had {pod.grace_seconds} s, and is there (StuckTerminating)"
+                since, grace = age(pod.ending_since, picture.now), pod.grace_seconds
+                story = f"{pod.name} was told to end {since} ago, had {grace} s for it, is there (StuckTerminating)"
                 yield Problem("StuckTerminating", f"{pod.name} does not end", story, pod.name, pod.node, serious=False)
         elif pod.trouble is None and pod.scheduled and not pod.created_container:
             events = [e for e in picture.events if e.name == pod.name and e.reason in STUCK_REASONS and e.warning]

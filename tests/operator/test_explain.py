@@ -301,7 +301,7 @@ def test_a_pod_that_does_not_end():
     stuck["metadata"] |= {"deletionTimestamp": ago(400), "deletionGracePeriodSeconds": 330}
     (found,) = problems(picture(service(*READY, readyReplicas=1), [stuck]))
     assert found.reason == "StuckTerminating" and not found.serious
-    assert found.story == "smol-r0-0 was told to end 12m ago, had 330 s, and is there (StuckTerminating)"
+    assert found.story == "smol-r0-0 was told to end 12m ago, had 330 s for it, is there (StuckTerminating)"
 
 
 def test_being_deleted():
