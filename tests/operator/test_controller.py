@@ -66,7 +66,7 @@ async def test_own_writes_are_seen_before_the_watch_brings_them(bench, api):
     bench.create({"replicas": 2})
     await bench.work()
     api.requests.clear()
-    await bench.work()  # the indexes still show an empty cluster
+    await bench.work()  # the watches still show an empty cluster
     assert api.writes("inferenceservices/smol/status") == []
     assert bench.status["replicas"] == 2 and set(api.of("statefulsets")) == {"smol-r0", "smol-r1"}
 
@@ -128,8 +128,7 @@ async def test_a_stale_decision_about_a_replica_is_refused(bench, api):
     stale.pump()
     where = path("StatefulSet", "smol-r0")
     api.put(where, {**api.objects[where], "status": {"replicas": 1}})  # something has happened since
-    bench.create({"replicas": 0}, generation=2)
-    stale.services.update(bench.services)
+    stale.mirror.put("InferenceService", bench.create({"replicas": 0}, generation=2))
     with pytest.raises(ApiError) as caught:
         await stale.work()
     assert caught.value.status == 409
