@@ -23,7 +23,7 @@ from kvern_operator.kube import ApiError, NotLeadingError
 from kvern_operator.metrics import Metrics
 from kvern_operator.mirror import Mirror
 from kvern_operator.notices import NoticeReader, Subject
-from kvern_operator.observe import Scene, observe, read_status
+from kvern_operator.observe import Scene, is_own, observe, read_status
 from kvern_operator.observed import Object, Refusal
 from kvern_operator.queue import Key
 from kvern_operator.reconcile import Plan, invalid_spec, reconcile
@@ -190,15 +190,17 @@ class Controller:
             or time.monotonic() - memory.refused_at[1] > DRY_RUN_AGAIN
         ):
             memory.overrides_refused = ()
+        children = self._mirror.children(key)
+        has_replicas = any(c.kind == "StatefulSet" and is_own(c, memory.uid) for c in children)
         return observe(
             service,
-            self._mirror.children(key),
+            children,
             self._mirror.pods(key),
             self._prober.reports(key),
             status=read_status(document),
             notices=self._notices.of(key),
             refusals=memory.overrides_refused + memory.refusals,
-            admin_secret=self._executor.has_secret(memory.uid),
+            admin_secret=self._executor.has_secret(memory.uid, has_replicas),
             token=meta.admin_token(self.settings.operator_key, service),
         )
 
