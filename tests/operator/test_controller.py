@@ -122,6 +122,17 @@ async def test_a_second_leader_loses_the_race_for_the_status_and_says_nothing(be
     await other.close()
 
 
+async def test_what_was_done_is_told_though_the_status_came_too_late(bench, api):
+    bench.create()
+    api.refuse = lambda m, p, b: (409, "modified") if p.endswith("/status") else None
+    with pytest.raises(ApiError):
+        await bench.work()
+    assert bench.events() == []
+    api.refuse = lambda m, p, b: None
+    await bench.settle()
+    assert bench.events().count(("Normal", "StartingReplica")) == 1
+
+
 async def test_a_stale_decision_about_a_replica_is_refused(bench, api):
     await running(bench, {"replicas": 1})
     stale = Bench(api)
@@ -306,3 +317,7 @@ async def test_a_missing_admin_secret_is_made_again(bench, api):
     assert bench.condition("Degraded") == ("True", "FailedMount")
     await bench.work()
     assert secret in api.of("secrets")
+    api.requests.clear()
+    await bench.work()
+    await bench.work()  # the Event is still there
+    assert api.writes("status", "events") == []
