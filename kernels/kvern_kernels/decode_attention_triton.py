@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import split_kv
+from .launch_triton import after_previous, early_launch
 from .metadata import AttentionMetadata, DecodeWorkspace
 
 MAX_QUERY_LEN = 8
@@ -60,6 +61,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    after_previous()
     head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
@@ -151,6 +153,7 @@ def _merge_kernel(
     SPLITS_BLOCK: tl.constexpr,
 ):
     """Merge one row's pieces for one query token and head by their maxima and sums; rows of one piece are done."""
+    after_previous()
     row = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.program_id(2)
@@ -294,6 +297,7 @@ def decode_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **early_launch(),
     )
     if splits > 1:
         _merge_kernel[(rows, heads, query_len)](
@@ -312,4 +316,5 @@ def decode_attention(
             BLOCK_N=tiles.block_n,
             SPLITS_BLOCK=triton.next_power_of_2(splits),
             num_warps=4 if splits > 8 else 1,
+            **early_launch(),
         )

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import activation, attention, cpu_attention, decode_inputs, fp8, norm, rotary, sampling
@@ -36,10 +37,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual). All [T, H]; the sum overwrites `residual`."""
+    """(rms_norm(x + residual), x + residual). All [T, H]; the sum overwrites `residual`. `x` may come in parts, see
+    `linear_parts`."""
     if _triton(x):
         from . import norm_triton
 
+        if x.dim() == 3:
+            return norm_triton.add_rms_norm_parts(x, residual, weight, eps)
         return norm_triton.add_rms_norm(x, residual, weight, eps)
     return norm.add_rms_norm(x, residual, weight, eps)
 
@@ -57,15 +61,17 @@ def rope_and_cache(
     eps: float = 1e-6,
     cache: dict[Any, Any] | None = None,
     scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Optional QK-norm, rotary embedding of q and k, and the write of k and v to the cache; see `rotary.py`.
 
+    q, k and v may come in parts that `linear_parts` gives, [P, T, H, D]; `dtype` is then that of the result.
     `cache`: the step's `AttentionMetadata.plan_cache`, where the caller has one; on a CPU its layers share work by it.
     """
     if _triton(q):
         from . import rotary_triton
 
-        return rotary_triton.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps, scales)
+        return rotary_triton.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps, scales, dtype)
     return rotary.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps, cache, scales)
 
 
@@ -87,6 +93,29 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
         return activation_triton.silu_and_mul(x)
     return activation.silu_and_mul(x)
+
+
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` [T, K] times `weight` [N, K] transposed for an operation that adds parts up (`add_rms_norm`,
+    `rope_and_cache`): [T, N], or in parts, [P, T, N] float32, where few rows make that faster."""
+    if x.is_cuda and _FORCED != "reference" and x.dtype != torch.float32:
+        from . import small_gemm_triton
+
+        tiles = small_gemm_triton.tiles_for(x, weight.shape[0], False)
+        if tiles is not None:
+            return small_gemm_triton.linear_parts(x, weight, tiles)
+    return F.linear(x, weight)
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`silu_and_mul` of `x` [T, K] times `weight` [2F, K] = gate | up transposed; returns [T, F]."""
+    if x.is_cuda and _FORCED != "reference" and x.dtype != torch.float32:
+        from . import small_gemm_triton
+
+        tiles = small_gemm_triton.tiles_for(x, weight.shape[0] // 2, True)
+        if tiles is not None:
+            return small_gemm_triton.gated_linear(x, weight, tiles)
+    return silu_and_mul(F.linear(x, weight))
 
 
 def gather_decode_inputs(

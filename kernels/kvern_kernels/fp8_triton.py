@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import FP8, Fp8Weight, ScaledRows
+from .launch_triton import after_previous, early_launch
 
 
 @triton.jit
@@ -38,6 +39,7 @@ def _norm_kernel(
     QUANTIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < width
@@ -61,6 +63,7 @@ def _norm_kernel(
 
 @triton.jit
 def _silu_kernel(x_ptr, scales_ptr, out_ptr, out_scales_ptr, x_stride, width, BLOCK: tl.constexpr):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < width
@@ -102,6 +105,7 @@ def _launch(
             QUANTIZE=dtype == FP8,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
+            **early_launch(),
         )
     return ScaledRows(out, out_scales)
 
@@ -135,7 +139,7 @@ def silu_and_mul_fp8(x: ScaledRows) -> ScaledRows:
         block = triton.next_power_of_2(width)
         _silu_kernel[(rows,)](
             x.values, x.scales, out, scales, x.values.stride(0), width, BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
+            num_warps=min(16, max(1, block // 512)), **early_launch(),
         )  # fmt: skip
     return ScaledRows(out, scales)
 

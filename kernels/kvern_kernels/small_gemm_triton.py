@@ -3,7 +3,7 @@
 
 Two things save time against a library's product. The inner dimension is split so that every multiprocessor reads, and
 the pieces are not added up here: the operation that follows anyway (residual + RMSNorm, rotary + KV write) adds them
-while it reads (`norm_triton.add_rms_norm_parts`, `rotary_triton.rope_and_cache_parts`). And SwiGLU's gate is applied in
+while it reads (`norm_triton.add_rms_norm_parts`, `rotary_triton.rope_and_cache`). And SwiGLU's gate is applied in
 the product's epilogue. The weight tile is the left operand (rows of the tensor core's instruction), the few rows of x
 the right one. The reference is torch.nn.functional.linear.
 """
@@ -15,23 +15,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .decode_attention_triton import sm_count
+from .fp8 import Fp8Weight, ScaledRows
+from .launch_triton import early_launch, release_next, wait_for_previous
+
 
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     x_ptr,
     w_ptr,
     out_ptr,
+    w_scale_ptr,
+    x_scales_ptr,
     rows,
     columns,
     x_stride,
     INNER: tl.constexpr,
     INNER_EACH: tl.constexpr,
     GATED: tl.constexpr,
+    FP8: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    wait_for_previous()
     first = tl.program_id(0) * BLOCK_N
     split = tl.program_id(1)
     row_block = tl.program_id(2) * BLOCK_M
@@ -60,7 +68,14 @@ def _product_kernel(
             else:
                 w_tile = tl.load(w + columns * INNER + step, mask=w_mask, other=0.0, eviction_policy="evict_first")
         acc = tl.dot(w_tile, x_tile, acc)
+    release_next()
     mask = inside_n[:, None] & (m < rows)[None, :]
+    if FP8:
+        acc *= tl.load(w_scale_ptr)
+    if FP8 and GATED:
+        row_scales = tl.load(x_scales_ptr + m, mask=m < rows, other=0.0)[None, :]
+        acc *= row_scales
+        gate *= row_scales * tl.load(w_scale_ptr)
     if GATED:
         acc = gate * tl.sigmoid(gate) * acc
     out = out_ptr + (split * rows + m).to(tl.int64)[None, :] * columns + n[:, None]
@@ -96,7 +111,19 @@ def choose_tiles(rows: int, columns: int, gated: bool, sm_count: int) -> Product
     return ProductTiles(64, 128, splits, 4, 4)
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, columns: int, gated: bool, tiles: ProductTiles) -> None:
+def tiles_for(x: Tensor, columns: int, gated: bool) -> ProductTiles | None:
+    """`choose_tiles` of a product of `x` [M, K]."""
+    return choose_tiles(x.shape[0], columns, gated, sm_count(x.device))
+
+
+def _launch(
+    x: Tensor | ScaledRows, weight: Tensor | Fp8Weight, out: Tensor, columns: int, gated: bool, tiles: ProductTiles
+) -> None:
+    row_scales = scale = out  # not read
+    if isinstance(x, ScaledRows):
+        x, row_scales = x.values, x.scales
+    if isinstance(weight, Fp8Weight):
+        weight, scale = weight.values, weight.scale
     rows, inner = x.shape
     block_m = max(16, min(64, triton.next_power_of_2(rows)))
     each = triton.cdiv(triton.cdiv(inner, tiles.block_k), tiles.splits) * tiles.block_k
@@ -104,18 +131,22 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, columns: int, gated: bool, t
         x,
         weight,
         out,
+        scale,
+        row_scales,
         rows,
         columns,
         x.stride(0),
         INNER=inner,
         INNER_EACH=each,
         GATED=gated,
+        FP8=scale is not out,
         EVEN=columns % tiles.block_n == 0 and each * tiles.splits == inner,
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **early_launch(),
     )
 
 
@@ -123,6 +154,24 @@ def linear_parts(x: Tensor, weight: Tensor, tiles: ProductTiles) -> Tensor:
     """`x` [M, K] times `weight` [N, K] transposed, as [splits, M, N] float32 that add up to the product."""
     out = torch.empty(tiles.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     _launch(x, weight, out, weight.shape[0], False, tiles)
+    return out
+
+
+def fp8_linear_parts(x: ScaledRows, weight: Fp8Weight, tiles: ProductTiles) -> ScaledRows:
+    """`fp8.fp8_linear` in parts that add up to it, [splits, M, N] float32."""
+    rows, columns = x.values.shape[0], weight.values.shape[0]
+    out = torch.empty(tiles.splits, rows, columns, dtype=torch.float32, device=x.values.device)
+    _launch(x, weight, out, columns, False, tiles)
+    return ScaledRows(out, x.scales)
+
+
+def fp8_gated_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype, tiles: ProductTiles) -> Tensor:
+    """`gated_linear` of rows in FP8, scaled; returns [M, F] in `dtype`."""
+    if tiles.splits != 1:
+        raise ValueError(f"a gated product cannot be split: tiles.splits must be 1, got {tiles.splits}")
+    rows, columns = x.values.shape[0], weight.values.shape[0] // 2
+    out = torch.empty(rows, columns, dtype=dtype, device=x.values.device)
+    _launch(x, weight, out, columns, True, tiles)
     return out
 
 

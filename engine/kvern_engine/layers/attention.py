@@ -20,9 +20,10 @@ class Wanted:
 class Attention:
     """`num_heads` query heads share `num_kv_heads` KV heads of `head_dim` (Ainslie et al., arXiv 2305.13245)."""
 
-    __slots__ = ("_split", "head_dim", "scale")
+    __slots__ = ("_dtype", "_split", "head_dim", "scale")
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._split = [num_heads, num_kv_heads, num_kv_heads]
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
@@ -37,12 +38,13 @@ class Attention:
         wanted: Wanted | None = None,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """`qkv` [T, (Hq + 2 Hkv) * D], `positions` [T] int64, `cos_sin` [max_positions, D] float32, `kv` [2, Hkv, N,
-        bs, D] (K and V of this step are written to it) -> [T, Hq * D], or [S, Hq * D] where S tokens are wanted.
-        `scales` [T] float32: what rows of `qkv` are still to be multiplied by."""
-        tokens = qkv.shape[0]
-        q, k, v = torch.split(qkv.view(tokens, -1, self.head_dim), self._split, dim=1)
-        q = rope_and_cache(q, k, v, cos_sin, positions, kv, meta.slots, cache=meta.plan_cache, scales=scales)
+        """`qkv` [T, (Hq + 2 Hkv) * D], maybe in parts to add up [P, T, ...] float32, `positions` [T] int64, `cos_sin`
+        [max_positions, D] float32, `kv` [2, Hkv, N, bs, D] (K and V of this step are written to it) -> [T, Hq * D], or
+        [S, Hq * D] where S tokens are wanted. `scales` [T] float32: what rows of `qkv` are still to be multiplied by."""
+        q, k, v = torch.split(qkv.view(*qkv.shape[:-1], -1, self.head_dim), self._split, dim=-2)
+        q = rope_and_cache(
+            q, k, v, cos_sin, positions, kv, meta.slots, cache=meta.plan_cache, scales=scales, dtype=self._dtype
+        )
         if wanted is not None:
             q, meta = q.index_select(0, wanted.index), wanted.meta
         return paged_attention(q, kv, meta, self.scale).view(q.shape[0], self._split[0] * self.head_dim)

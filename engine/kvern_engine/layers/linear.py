@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern_kernels import Fp8Weight, ScaledRows, fp8_linear
+from kvern_kernels import Fp8Weight, ScaledRows, fp8_linear, gated_linear, linear_parts, silu_and_mul
 
 _PACK_ROWS = 32  # oneDNN chooses its blocking for about this many rows
 _STREAM_ROWS = 2  # up to here the transposed layout is the fastest
@@ -54,6 +54,17 @@ class Linear:
             return torch.addmm(self.bias, x, self._transposed)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
+
+    def parts(self, x: Tensor) -> Tensor:
+        """As a call, for an operation that adds up parts: maybe [P, T, out_features] float32, see
+        `kvern_kernels.linear_parts`."""
+        return self(x) if self.bias is not None or self._packed is not None else linear_parts(x, self.weight)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of `x` [T, in_features], where the layer gives gate | up: [T, out_features / 2]."""
+        if self.bias is not None or self._packed is not None:
+            return silu_and_mul(self(x))
+        return gated_linear(x, self.weight)
 
     def scaled(self, x: ScaledRows) -> ScaledRows:
         """The layer after `quantize_fp8`: `x` [T, in_features] in FP8 -> [T, out_features], to be multiplied by the

@@ -26,7 +26,7 @@ from kvern_engine.layers.rotary import cos_sin_table
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.parallel.groups import ParallelContext, TensorGroup
 from kvern_engine.parallel.layout import ModelShard
-from kvern_kernels import AttentionMetadata, ScaledRows, quantize_rows, silu_and_mul, silu_and_mul_fp8
+from kvern_kernels import AttentionMetadata, ScaledRows, quantize_rows, silu_and_mul_fp8
 
 
 class LlamaAttention:
@@ -36,11 +36,12 @@ class LlamaAttention:
         self, config: ModelConfig, shard: ModelShard, group: TensorGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._config, self._group = config, group
+        self._in_parts = group.size == 1 and shard.is_last  # nobody but the next norm reads what comes out
         self._q, self._kv = shard.heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
         hidden, bias = config.hidden_size, config.attention_bias
         self.qkv_proj = Linear(hidden, self._q.size + 2 * self._kv.size, bias=bias, dtype=dtype, device=device)
         self.o_proj = Linear(self._q.size, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device)
-        self.attention = Attention(shard.heads.size, shard.kv_heads.size, config.head_dim)
+        self.attention = Attention(shard.heads.size, shard.kv_heads.size, config.head_dim, dtype)
 
     def __call__(
         self,
@@ -51,8 +52,8 @@ class LlamaAttention:
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
     ) -> Tensor:
-        heads = self.attention(self.qkv_proj(x), positions, cos_sin, kv, meta, wanted)
-        return self._group.all_reduce(self.o_proj(heads))
+        heads = self.attention(self.qkv_proj.parts(x), positions, cos_sin, kv, meta, wanted)
+        return self.o_proj.parts(heads) if self._in_parts else self._group.all_reduce(self.o_proj(heads))
 
     def fp8(
         self,
@@ -83,6 +84,7 @@ class LlamaMLP:
         self, config: ModelConfig, shard: ModelShard, group: TensorGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._inner, self._total, self._group = shard.inner, config.intermediate_size, group
+        self._in_parts = group.size == 1 and shard.is_last
         hidden, inner, bias = config.hidden_size, shard.inner.size, config.mlp_bias
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype, device=device)
         self.down_proj = Linear(inner, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device)
@@ -90,7 +92,8 @@ class LlamaMLP:
         clear_padding(self.down_proj, shard.inner)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._group.all_reduce(self.down_proj(silu_and_mul(self.gate_up_proj(x))))
+        inner = self.gate_up_proj.gated(x)
+        return self.down_proj.parts(inner) if self._in_parts else self._group.all_reduce(self.down_proj(inner))
 
     def fp8(self, x: ScaledRows) -> ScaledRows:
         return self.down_proj.scaled(silu_and_mul_fp8(self.gate_up_proj.scaled(x)))
@@ -124,7 +127,8 @@ class LlamaDecoderLayer:
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`x` [T, H]: what the layer before computed and has not yet added to `residual` [T, H] (None: nothing).
+        """`x` [T, H], maybe in parts: what the layer before computed and has not yet added to `residual` [T, H] (None:
+        nothing).
 
         Of the tokens that are not `wanted` only K and V are computed; the results are then [S, H]."""
         if x is None:
