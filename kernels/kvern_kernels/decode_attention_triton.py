@@ -16,22 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import split_kv
+from .decode_fp8_triton import decode_fp8_kernel
+from .kv_cache import checked_scales
 from .metadata import AttentionMetadata, DecodeWorkspace
+from .paged_triton import LOG2E, kv_pointers
 
 MAX_QUERY_LEN = 8
-LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _kv_pointers(base, table_ptr, positions, inside, dims, D: tl.constexpr, BS: tl.constexpr, SCALAR: tl.constexpr):
-    """Pointers [len(positions), len(dims)] to the paged tokens at `positions`."""
-    if SCALAR:  # the tile lies in one block
-        first = tl.min(positions, axis=0)
-        block = tl.load(table_ptr + first // BS).to(tl.int64)
-        return base + block * (BS * D) + (positions % BS)[:, None] * D + dims[None, :]
-    else:
-        blocks = tl.load(table_ptr + positions // BS, mask=inside, other=0).to(tl.int64)
-        return base + (blocks * (BS * D) + (positions % BS) * D)[:, None] + dims[None, :]
 
 
 @triton.jit(do_not_specialize=["table_stride", "min_tiles"])
@@ -96,7 +86,7 @@ def _decode_kernel(
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         inside_n = positions < end
-        offsets = _kv_pointers(0, row_table, positions, inside_n, dims, D, BS, BS % BLOCK_N == 0)
+        offsets = kv_pointers(0, row_table, positions, inside_n, dims, D, BS, BS % BLOCK_N == 0)
         mask = inside_n[:, None] & inside_d[None, :]
         k = tl.load(k_base + offsets, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
@@ -198,6 +188,8 @@ def choose_tiles(head_dim: int, element_size: int, rows: int, few: bool) -> Deco
     """
     if element_size > 2:
         return DecodeTiles(16, 8 if rows > 32 else 4, 2)
+    if element_size == 1:
+        return DecodeTiles(64, 8, 3) if rows > 32 else DecodeTiles(64 if head_dim > 128 else 128, 4, 3)
     if rows > 32:
         return DecodeTiles(32, 8, 3)
     if head_dim > 128:
@@ -245,12 +237,13 @@ def decode_attention(
     min_tokens: int | None = None,
     tiles: DecodeTiles | None = None,
     seq_lens: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Attention of the first `rows` rows, each with at most `query_len` (<= 8) query tokens, into `out` [T, Hq, D].
 
     With `query_len` 1 row i's token is token i. `splits`, `min_tokens` (of a piece) and `tiles` default to the measured
-    choice; `seq_lens` [R] int32 stands in for that of `meta`. Raises ValueError where `query_len` is over 8 or the
-    given workspace is too small.
+    choice; `seq_lens` [R] int32 stands in for that of `meta`; `kv_scales` [2, Hkv] are those of a cache in FP8. Raises
+    ValueError where `query_len` is over 8 or the given workspace is too small.
     """
     if query_len > MAX_QUERY_LEN:
         raise ValueError(f"query_len must be at most {MAX_QUERY_LEN}, got {query_len}")
@@ -268,19 +261,24 @@ def decode_attention(
     work = _workspace(meta, q, rows, splits, query_len)
     d_block = triton.next_power_of_2(dim)
     min_tiles = split_kv.ceil_div(min_tokens, tiles.block_n)
-    _decode_kernel[(kv_heads, rows, splits)](
+    kv_scales = checked_scales(kv, kv_scales)
+    kernel, stored, extra, fixed = _decode_kernel, kv, (), {"PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
+    if kv_scales is not None:
+        kernel, stored, extra, fixed = decode_fp8_kernel, kv.view(torch.int16), (kv_scales,), {}
+    kernel[(kv_heads, rows, splits)](
         q,
-        kv,
+        stored,
         out,
         work.partial,
         work.stats,
         meta.block_tables,
         meta.query_start,
         seq_lens,
+        *extra,
         scale * LOG2E,
         q.stride(0),
-        kv.stride(0),
-        kv.stride(1),
+        stored.stride(0),
+        stored.stride(1),
         meta.block_tables.stride(0),
         min_tiles,
         KV_HEADS=kv_heads,
@@ -291,9 +289,9 @@ def decode_attention(
         BS=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(group * query_len)),
         BLOCK_N=tiles.block_n,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **fixed,
     )
     if splits > 1:
         _merge_kernel[(rows, heads, query_len)](

@@ -57,27 +57,33 @@ def rope_and_cache(
     eps: float = 1e-6,
     cache: dict[Any, Any] | None = None,
     scales: Tensor | None = None,
+    columns: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Optional QK-norm, rotary embedding of q and k, and the write of k and v to the cache; see `rotary.py`.
 
     `cache`: the step's `AttentionMetadata.plan_cache`, where the caller has one; on a CPU its layers share work by it.
     """
+    common = (q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps)
     if _triton(q):
         from . import rotary_triton
 
-        return rotary_triton.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps, scales)
-    return rotary.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, q_norm, k_norm, eps, cache, scales)
+        return rotary_triton.rope_and_cache(*common, scales, columns, kv_scales)
+    return rotary.rope_and_cache(*common, cache, scales, columns, kv_scales)
 
 
-def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
-    """Causal attention of decode and prefill rows over the paged cache in one call; see `attention.py`."""
+def paged_attention(
+    q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, kv_scales: Tensor | None = None
+) -> Tensor:
+    """Causal attention of decode and prefill rows over the paged cache in one call; see `attention.py`. `kv_scales`
+    [2, Hkv] float32: of a cache in FP8."""
     if _triton(q):
         from . import attention_triton
 
-        return attention_triton.paged_attention(q, kv, meta, scale)
+        return attention_triton.paged_attention(q, kv, meta, scale, kv_scales)
     if _FORCED == "reference":
-        return attention.paged_attention(q, kv, meta, scale)
-    return cpu_attention.paged_attention(q, kv, meta, scale)
+        return attention.paged_attention(q, kv, meta, scale, kv_scales)
+    return cpu_attention.paged_attention(q, kv, meta, scale, kv_scales)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -130,6 +136,12 @@ def quantize_rows(x: Tensor) -> ScaledRows:
     """`x` [T, K] in FP8, each row by its largest element."""
     rows: ScaledRows = _fp8(x).quantize_rows(x)
     return rows
+
+
+def restore_rows(x: ScaledRows, dtype: torch.dtype) -> Tensor:
+    """`x` [T, K] multiplied by its scales, in `dtype`; where that is the type of its values, they are overwritten."""
+    out: Tensor = _fp8(x.values).restore_rows(x, dtype)
+    return out
 
 
 def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> ScaledRows:

@@ -15,6 +15,7 @@ from kvern_engine.layers.embedding import Embedding
 from kvern_engine.layers.linear import Linear
 from kvern_engine.layers.norm import RMSNorm
 from kvern_engine.layers.parameters import (
+    Destination,
     Destinations,
     clear_padding,
     split_by_inputs,
@@ -23,10 +24,18 @@ from kvern_engine.layers.parameters import (
     whole,
 )
 from kvern_engine.layers.rotary import cos_sin_table
+from kvern_engine.loading.parts import WeightPart
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.parallel.groups import ParallelContext, TensorGroup
 from kvern_engine.parallel.layout import ModelShard
-from kvern_kernels import AttentionMetadata, ScaledRows, quantize_rows, silu_and_mul, silu_and_mul_fp8
+from kvern_kernels import (
+    AttentionMetadata,
+    ScaledRows,
+    quantize_rows,
+    restore_rows,
+    silu_and_mul,
+    silu_and_mul_fp8,
+)
 
 
 class LlamaAttention:
@@ -37,9 +46,10 @@ class LlamaAttention:
     ) -> None:
         self._config, self._group = config, group
         self._q, self._kv = shard.heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
-        hidden, bias = config.hidden_size, config.attention_bias
-        self.qkv_proj = Linear(hidden, self._q.size + 2 * self._kv.size, bias=bias, dtype=dtype, device=device)
-        self.o_proj = Linear(self._q.size, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device)
+        hidden, bias, fp8 = config.hidden_size, config.attention_bias, config.fp8 is not None
+        self.qkv_proj = Linear(hidden, self._q.size + 2 * self._kv.size, bias=bias, dtype=dtype, device=device, fp8=fp8)
+        self.o_proj = Linear(self._q.size, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device, fp8=fp8)
+        self._kv_scale = torch.ones(2, dtype=torch.float32, device=device)  # of K and V, from the checkpoint
         self.attention = Attention(shard.heads.size, shard.kv_heads.size, config.head_dim)
 
     def __call__(
@@ -64,16 +74,23 @@ class LlamaAttention:
         wanted: Wanted | None = None,
     ) -> ScaledRows:
         qkv = self.qkv_proj.scaled(x)
-        out = self.attention(qkv.values, positions, cos_sin, kv, meta, wanted, qkv.scales)
+        out = self.attention(qkv.values, positions, cos_sin, kv, meta, wanted, qkv.scales, qkv.columns)
         return self.o_proj.scaled(quantize_rows(out))
 
     def destinations(self, prefix: str) -> Destinations:
         prefix, head_dim = f"{prefix}self_attn.", self._config.head_dim
         q, kv = self._config.num_heads * head_dim, self._config.num_kv_heads * head_dim
         merged = [("q_proj", self._q, q), ("k_proj", self._kv, kv), ("v_proj", self._kv, kv)]
-        return split_by_outputs(prefix, self.qkv_proj, merged) | split_by_inputs(
-            prefix, self.o_proj, "o_proj", self._q, q
-        )
+        rows = self._config.fp8 is not None and self._config.fp8.per_channel
+        found = split_by_outputs(prefix, self.qkv_proj, merged, rows)
+        found |= split_by_inputs(prefix, self.o_proj, "o_proj", self._q, q, rows)
+        if self._config.fp8 is not None and self._config.fp8.kv_scales:
+            found |= {f"{prefix}{name}_scale": whole(self._kv_scale[i]) for i, name in enumerate("kv")}
+        return found
+
+    def use_fp8_kv(self) -> None:
+        """After loading: K and V are written to a cache in FP8, all heads by the layer's scales."""
+        self.attention.kv_scales = self._kv_scale[:, None].expand(2, self.attention.num_kv_heads).contiguous()
 
 
 class LlamaMLP:
@@ -83,9 +100,10 @@ class LlamaMLP:
         self, config: ModelConfig, shard: ModelShard, group: TensorGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._inner, self._total, self._group = shard.inner, config.intermediate_size, group
-        hidden, inner, bias = config.hidden_size, shard.inner.size, config.mlp_bias
-        self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype, device=device)
-        self.down_proj = Linear(inner, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device)
+        hidden, inner, bias, fp8 = config.hidden_size, shard.inner.size, config.mlp_bias, config.fp8 is not None
+        self._scales_of_rows = config.fp8 is not None and config.fp8.per_channel
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype, device=device, fp8=fp8)
+        self.down_proj = Linear(inner, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device, fp8=fp8)
         clear_padding(self.gate_up_proj, shard.inner)
         clear_padding(self.down_proj, shard.inner)
 
@@ -98,8 +116,9 @@ class LlamaMLP:
     def destinations(self, prefix: str) -> Destinations:
         prefix, inner, total = f"{prefix}mlp.", self._inner, self._total
         merged = [("gate_proj", inner, total), ("up_proj", inner, total)]
-        return split_by_outputs(prefix, self.gate_up_proj, merged) | split_by_inputs(
-            prefix, self.down_proj, "down_proj", inner, total
+        rows = self._scales_of_rows
+        return split_by_outputs(prefix, self.gate_up_proj, merged, rows) | split_by_inputs(
+            prefix, self.down_proj, "down_proj", inner, total, rows
         )
 
 
@@ -201,7 +220,8 @@ class LlamaForCausalLM:
             if config.tie_word_embeddings and self.embed_tokens is not None:
                 self.lm_head = Linear.sharing(self.embed_tokens.weight)
             else:
-                self.lm_head = Linear(hidden, shard.vocab.size, dtype=dtype, device=device)
+                fp8 = config.fp8 is not None and config.fp8.head
+                self.lm_head = Linear(hidden, shard.vocab.size, dtype=dtype, device=device, fp8=fp8)
                 clear_padding(self.lm_head, shard.vocab)
 
     def forward(
@@ -254,6 +274,8 @@ class LlamaForCausalLM:
         """`hidden` [R, hidden_size] -> [R, vocab_size] in the model's dtype, the same on every rank of the last
         stage."""
         assert self.lm_head is not None, "logits are the last stage's"
+        if self.lm_head.is_fp8:
+            return restore_rows(self.lm_head.scaled(quantize_rows(hidden)), self.dtype)
         logits = self._group.all_gather(self.lm_head(hidden))
         vocab_size = self.config.vocab_size
         return logits if logits.shape[1] == vocab_size else logits[:, :vocab_size].contiguous()
@@ -273,11 +295,20 @@ class LlamaForCausalLM:
         if self.lm_head is not None and not (config.tie_word_embeddings and self.embed_tokens is not None):
             name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
             found[name] = vocabulary_rows(self.lm_head.weight, shard.vocab, config.vocab_size)
+            if self.lm_head.scales is not None:
+                rows = config.fp8 is not None and config.fp8.per_channel
+                part = WeightPart.whole(config.vocab_size) if rows else WeightPart.whole()
+                found["lm_head.weight_scale"] = Destination(self.lm_head.scales, part)
         return found
 
-    def quantize_fp8(self) -> int:
-        """After loading: keep the layers' weights in FP8, one scale a matrix (embedding and LM head stay as they are);
-        bytes that are saved."""
+    def use_fp8_kv(self) -> None:
+        """After loading: the KV caches are in FP8, scaled as the checkpoint says, or by 1."""
+        for layer in self.layers:
+            layer.attention.use_fp8_kv()
+
+    def quantize_fp8(self, per_channel: bool = False) -> int:
+        """After loading: keep the layers' weights in FP8 with one scale a matrix or, `per_channel`, one an output;
+        bytes that are saved. Embedding and LM head stay as they are. Of a checkpoint in FP8 all is kept as it came."""
         self.is_fp8 = True
         saved = 0
         for layer in self.layers:
@@ -287,7 +318,9 @@ class LlamaForCausalLM:
                 layer.mlp.gate_up_proj,
                 layer.mlp.down_proj,
             ):
-                saved += linear.quantize_fp8()
+                saved += linear.quantize_fp8(per_channel)
+        if self.lm_head is not None and self.lm_head.scales is not None:
+            saved += self.lm_head.quantize_fp8()
         return saved
 
     def add_cpu_layouts(self) -> None:
