@@ -34,7 +34,9 @@ def write_tokenizer(folder, size=LLAMA3_8B["vocab_size"]):
     """A byte-level tokenizer.json of `size` words, each a space and four letters or more."""
     import tokenizers
 
-    words = ("".join(LETTERS[number // len(LETTERS) ** place % len(LETTERS)] for place in range(4)) for number in range(size))
+    words = (
+        "".join(LETTERS[number // len(LETTERS) ** place % len(LETTERS)] for place in range(4)) for number in range(size)
+    )
     vocabulary = {f"Ġ{word}": number for number, word in enumerate(words)}
     assert len(vocabulary) == size
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="Ġaaaa"))

@@ -86,7 +86,10 @@ class Lt:
                 (A_SCALE, ctypes.c_void_p(self.scale.data_ptr()), 8),
                 (B_SCALE, ctypes.c_void_p(self.scale.data_ptr()), 8),
             ):  # fmt: skip
-                check(self.lib.cublasLtMatmulDescSetAttribute(desc, name, ctypes.byref(value), ctypes.c_size_t(size)), "fp8")
+                check(
+                    self.lib.cublasLtMatmulDescSetAttribute(desc, name, ctypes.byref(value), ctypes.c_size_t(size)),
+                    "fp8",
+                )
             types = CUDA_R_8F_E4M3
             return desc, self.layout(k, n, k, types), self.layout(k, m, k, types), self.layout(n, m, n)
         else:
@@ -219,7 +222,11 @@ def search(lt, name, m, a):
     again = {label: [] for label in kept}
     for turn in range(a.turns):
         for label in kept if turn % 2 else kept[::-1]:
-            one = sustained(graphs[label], sets, a.sustained, times[label]) if a.sustained else replay(graphs[label], sets)
+            one = (
+                sustained(graphs[label], sets, a.sustained, times[label])
+                if a.sustained
+                else replay(graphs[label], sets)
+            )
             again[label].append(one)
     names = {label: kernel_name(graphs[label]) for label in kept} if a.names else {}
     found = {label: [round(statistics.median(values), 2), names.get(label, "")] for label, values in again.items()}

@@ -8,6 +8,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -104,6 +105,51 @@ def varlen(lengths, padded):
     return found | (in_turns(calls) if calls else {})
 
 
+def pairs(count, length, padded):
+    """`count` equal prompts, one cuDNN call each or one for all (their padding is what follows them)."""
+    q = torch.randn(count * length + 1024, HEADS, DIM, dtype=DTYPE, device="cuda")[: count * length]
+    keys, values = (torch.randn(count, KV_HEADS, padded, DIM, dtype=DTYPE, device="cuda") for _ in range(2))
+    out = torch.empty_like(q)
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    row = HEADS * DIM
+
+    def each():
+        for i in range(count):
+            part = slice(i * length, (i + 1) * length)
+            out[part] = vendor_attention.causal_attention(q[part], keys[i : i + 1], values[i : i + 1], DIM**-0.5)
+
+    def together():
+        wide = q.as_strided((count, padded, HEADS, DIM), (length * row, row, DIM, 1), 0)
+        got = op(wide.transpose(1, 2), keys, values, None, False, 0.0, True, False, scale=DIM**-0.5)[0]
+        return got.transpose(1, 2)[:, :length].reshape(count * length, HEADS, DIM)
+
+    each()
+    difference = float((together() - out).float().norm() / out.float().norm())
+    times = {name: round(time_calls([call, call]), 1) for name, call in (("each", each), ("together", together))}
+    return {**times, "difference": difference}
+
+
+def first_calls(lengths):
+    """Milliseconds of the first and the second call at new lengths, and microseconds of one in a graph."""
+    found = {}
+    for n in lengths:
+        q = torch.randn(n, HEADS, DIM, dtype=DTYPE, device="cuda")
+        keys, values = (torch.randn(1, KV_HEADS, n, DIM, dtype=DTYPE, device="cuda") for _ in range(2))
+
+        def call():
+            return vendor_attention.causal_attention(q, keys, values, DIM**-0.5)
+
+        took = []
+        for _ in range(2):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            took.append(round((time.perf_counter() - began) * 1e3, 2))
+        found[n] = [*took, round(time_calls([call]), 1)]
+    return found
+
+
 @triton.jit
 def _silu_folded(x_ptr, scales_ptr, out_ptr, out_scales_ptr, x_stride, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -156,7 +202,9 @@ def silu_fp8(rows):
     kept = torch.empty(rows, INTERMEDIATE, dtype=DTYPE, device="cuda")
     out_scales, tops = torch.empty(rows, device="cuda"), torch.empty(rows, 64, device="cuda")
     size = x.stride(1), INTERMEDIATE
-    found = {"now": time_calls([lambda i=i: fp8_triton.silu_and_mul_fp8(ScaledRows(x[i], scales)) for i in range(sets)])}
+    found = {
+        "now": time_calls([lambda i=i: fp8_triton.silu_and_mul_fp8(ScaledRows(x[i], scales)) for i in range(sets)])
+    }
     expected = fp8_triton.silu_and_mul_fp8(ScaledRows(x[0], scales)).restore(torch.float32)
     for warps in (8, 16, 32):
 
@@ -175,7 +223,9 @@ def silu_fp8(rows):
                 kept, tops, out, out_scales, INTERMEDIATE, PIECES=16, BLOCK=block, num_warps=warps
             )
 
-        found[f"two kernels, {block} a program, {warps} warps"] = time_calls([lambda i=i: pieces(i) for i in range(sets)])
+        found[f"two kernels, {block} a program, {warps} warps"] = time_calls(
+            [lambda i=i: pieces(i) for i in range(sets)]
+        )
     pieces(0)
     other = (ScaledRows(out, out_scales).restore(torch.float32) - expected).norm() / expected.norm()
     return {name: round(us, 2) for name, us in found.items()} | {"differences": [float(difference), float(other)]}
@@ -184,19 +234,22 @@ def silu_fp8(rows):
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", type=Path, required=True)
+    ap.add_argument("--only", nargs="*")
     a = ap.parse_args()
     cases = [
         ("residual_in_product", residual_in_product, (8192,)),
         ("residual_in_product", residual_in_product, (512,)),
         ("varlen", varlen, ([1000, 77, 1300, 512], False)),
         ("varlen", varlen, ([8000], True)),
-        ("varlen", varlen, ([4000, 4000], True)),
-        ("varlen", varlen, ([1024] * 8, True)),
-        ("varlen", varlen, ([215] * 32, False)),
+        ("pairs", pairs, (2, 4000, 4096)),
+        ("pairs", pairs, (5, 1500, 1536)),
+        ("pairs", pairs, (8, 1024, 1024)),
+        ("first_calls", first_calls, ([8192, 8064, 8000, 4096, 4032, 4000, 2176, 1152, 1024],)),
         ("silu_fp8", silu_fp8, (1,)),
         ("silu_fp8", silu_fp8, (32,)),
         ("silu_fp8", silu_fp8, (8192,)),
     ]
+    cases = [case for case in cases if not a.only or case[0] in a.only]
     with a.out.open("a") as file:
         for name, run, arguments in cases:
             try:

@@ -16,23 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import split_kv
+from .decode_fp8_triton import decode_fp8_kernel
+from .kv_cache import checked_scales
 from .launch_triton import after_previous, early_launch
 from .metadata import AttentionMetadata, DecodeWorkspace
+from .paged_triton import LOG2E, kv_pointers
 
 MAX_QUERY_LEN = 8
-LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _kv_pointers(base, table_ptr, positions, inside, dims, D: tl.constexpr, BS: tl.constexpr, SCALAR: tl.constexpr):
-    """Pointers [len(positions), len(dims)] to the paged tokens at `positions`."""
-    if SCALAR:  # the tile lies in one block
-        first = tl.min(positions, axis=0)
-        block = tl.load(table_ptr + first // BS).to(tl.int64)
-        return base + block * (BS * D) + (positions % BS)[:, None] * D + dims[None, :]
-    else:
-        blocks = tl.load(table_ptr + positions // BS, mask=inside, other=0).to(tl.int64)
-        return base + (blocks * (BS * D) + (positions % BS) * D)[:, None] + dims[None, :]
 
 
 @triton.jit(do_not_specialize=["table_stride", "min_tiles"])
@@ -98,7 +88,7 @@ def _decode_kernel(
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         inside_n = positions < end
-        offsets = _kv_pointers(0, row_table, positions, inside_n, dims, D, BS, BS % BLOCK_N == 0)
+        offsets = kv_pointers(0, row_table, positions, inside_n, dims, D, BS, BS % BLOCK_N == 0)
         mask = inside_n[:, None] & inside_d[None, :]
         k = tl.load(k_base + offsets, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
@@ -195,12 +185,15 @@ class DecodeTiles:
 def choose_tiles(head_dim: int, element_size: int, rows: int, few: bool) -> DecodeTiles:
     """Tiles for `rows` tile rows (query tokens x heads of a group) of `head_dim` elements of `element_size` bytes.
 
-    `few`: at most two programs a multiprocessor run before splitting. Then tiles of 128 tokens are faster, fewer
-    iterations hide more latency (H200, 1 row of 384: 6.4 us against 7.4; 32 rows 18.0 against 18.7); with more, tiles
-    of 64 are (64 rows of 384: 29.7 us against 32.6; 128 rows 54.6 against 55.3).
+    `few`: at most one program a multiprocessor runs before splitting. Then tiles of 128 tokens are faster, fewer
+    iterations hide more latency (H200, 1 row of 216: 5.1 us against 6.0); with more, tiles of 64 are, of which two
+    programs fit a multiprocessor (32 rows of 384: 17.9 us against 18.6, of 4,088 131 against 134; 128 rows of 384 54.6
+    against 55.3).
     """
     if element_size > 2:
         return DecodeTiles(16, 8 if rows > 32 else 4, 2)
+    if element_size == 1:
+        return DecodeTiles(64, 8, 3) if rows > 32 else DecodeTiles(64 if head_dim > 128 else 128, 4, 3)
     if rows > 32:
         return DecodeTiles(32, 8, 3)
     if head_dim > 128:
@@ -248,12 +241,13 @@ def decode_attention(
     min_tokens: int | None = None,
     tiles: DecodeTiles | None = None,
     seq_lens: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Attention of the first `rows` rows, each with at most `query_len` (<= 8) query tokens, into `out` [T, Hq, D].
 
     With `query_len` 1 row i's token is token i. `splits`, `min_tokens` (of a piece) and `tiles` default to the measured
-    choice; `seq_lens` [R] int32 stands in for that of `meta`. Raises ValueError where `query_len` is over 8 or the
-    given workspace is too small.
+    choice; `seq_lens` [R] int32 stands in for that of `meta`; `kv_scales` [2, Hkv] are those of a cache in FP8. Raises
+    ValueError where `query_len` is over 8 or the given workspace is too small.
     """
     if query_len > MAX_QUERY_LEN:
         raise ValueError(f"query_len must be at most {MAX_QUERY_LEN}, got {query_len}")
@@ -264,26 +258,31 @@ def decode_attention(
     kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = heads // kv_heads
     multiprocessors = sm_count(q.device)
-    few = rows * kv_heads <= 2 * multiprocessors
+    few = rows * kv_heads <= multiprocessors
     tiles = tiles or choose_tiles(dim, kv.element_size(), group * query_len, few)
     min_tokens = min_tokens or split_kv.min_split_tokens(rows * kv_heads, multiprocessors)
     splits = splits or meta.max_splits or split_kv.choose_splits(meta.max_seq_len, min_tokens)
     work = _workspace(meta, q, rows, splits, query_len)
     d_block = triton.next_power_of_2(dim)
     min_tiles = split_kv.ceil_div(min_tokens, tiles.block_n)
-    _decode_kernel[(kv_heads, rows, splits)](
+    kv_scales = checked_scales(kv, kv_scales)
+    kernel, stored, extra, fixed = _decode_kernel, kv, (), {"PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
+    if kv_scales is not None:
+        kernel, stored, extra, fixed = decode_fp8_kernel, kv.view(torch.int16), (kv_scales,), {}
+    kernel[(kv_heads, rows, splits)](
         q,
-        kv,
+        stored,
         out,
         work.partial,
         work.stats,
         meta.block_tables,
         meta.query_start,
         seq_lens,
+        *extra,
         scale * LOG2E,
         q.stride(0),
-        kv.stride(0),
-        kv.stride(1),
+        stored.stride(0),
+        stored.stride(1),
         meta.block_tables.stride(0),
         min_tiles,
         KV_HEADS=kv_heads,
@@ -294,9 +293,9 @@ def decode_attention(
         BS=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(group * query_len)),
         BLOCK_N=tiles.block_n,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **fixed,
         **early_launch(),
     )
     if splits > 1:

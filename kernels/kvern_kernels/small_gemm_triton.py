@@ -27,6 +27,7 @@ def _product_kernel(
     out_ptr,
     w_scale_ptr,
     x_scales_ptr,
+    columns_ptr,
     rows,
     columns,
     x_stride,
@@ -34,6 +35,7 @@ def _product_kernel(
     INNER_EACH: tl.constexpr,
     GATED: tl.constexpr,
     FP8: tl.constexpr,
+    COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -76,6 +78,9 @@ def _product_kernel(
         row_scales = tl.load(x_scales_ptr + m, mask=m < rows, other=0.0)[None, :]
         acc *= row_scales
         gate *= row_scales * tl.load(w_scale_ptr)
+        if COLUMNS:
+            gate *= tl.load(columns_ptr + n, mask=inside_n, other=0.0)[:, None]
+            acc *= tl.load(columns_ptr + columns + n, mask=inside_n, other=0.0)[:, None]
     if GATED:
         acc = gate * tl.sigmoid(gate) * acc
     out = out_ptr + (split * rows + m).to(tl.int64)[None, :] * columns + n[:, None]
@@ -111,18 +116,36 @@ def choose_tiles(rows: int, columns: int, gated: bool, sm_count: int) -> Product
     return ProductTiles(64, 128, splits, 4, 4)
 
 
+def choose_fp8_tiles(rows: int, columns: int, gated: bool, sm_count: int) -> ProductTiles | None:
+    """As `choose_tiles` for products in FP8.
+
+    Measured on an H200, 1 and 32 rows, us against cuBLAS: qkv 7.8 and 8.8 / 9.6 and 9.8, o 5.7 and 6.8 / 7.1 and 7.4,
+    down 15.2 and 16.5 / 18.5 and 17.5, gate_up with SwiGLU and quantization 30.8 and 32.6 / 33.5 and 34.6.
+    """
+    if rows > 32:
+        return None
+    if gated:
+        return ProductTiles(64, 128, 1, 4, 4)
+    splits = 1
+    while splits < 4 and triton.cdiv(columns, 64) * splits < 1.4 * sm_count:
+        splits *= 2
+    return ProductTiles(64, 128, splits, 4, 5)
+
+
 def tiles_for(x: Tensor, columns: int, gated: bool) -> ProductTiles | None:
-    """`choose_tiles` of a product of `x` [M, K]."""
-    return choose_tiles(x.shape[0], columns, gated, sm_count(x.device))
+    """The tiles of a product of `x` [M, K] in its type; None where that is the vendor's."""
+    choose = choose_fp8_tiles if x.element_size() == 1 else choose_tiles
+    return choose(x.shape[0], columns, gated, sm_count(x.device))
 
 
 def _launch(
     x: Tensor | ScaledRows, weight: Tensor | Fp8Weight, out: Tensor, columns: int, gated: bool, tiles: ProductTiles
 ) -> None:
-    row_scales = scale = out  # not read
+    row_scales = scale = column_scales = out  # not read
     if isinstance(x, ScaledRows):
         x, row_scales = x.values, x.scales
     if isinstance(weight, Fp8Weight):
+        column_scales = out if weight.columns is None else weight.columns
         weight, scale = weight.values, weight.scale
     rows, inner = x.shape
     block_m = max(16, min(64, triton.next_power_of_2(rows)))
@@ -133,6 +156,7 @@ def _launch(
         out,
         scale,
         row_scales,
+        column_scales,
         rows,
         columns,
         x.stride(0),
@@ -140,6 +164,7 @@ def _launch(
         INNER_EACH=each,
         GATED=gated,
         FP8=scale is not out,
+        COLUMNS=column_scales is not out,
         EVEN=columns % tiles.block_n == 0 and each * tiles.splits == inner,
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
@@ -162,7 +187,7 @@ def fp8_linear_parts(x: ScaledRows, weight: Fp8Weight, tiles: ProductTiles) -> S
     rows, columns = x.values.shape[0], weight.values.shape[0]
     out = torch.empty(tiles.splits, rows, columns, dtype=torch.float32, device=x.values.device)
     _launch(x, weight, out, columns, False, tiles)
-    return ScaledRows(out, x.scales)
+    return ScaledRows(out, x.scales, weight.columns)
 
 
 def fp8_gated_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype, tiles: ProductTiles) -> Tensor:

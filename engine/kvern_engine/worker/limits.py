@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvern_engine.config import EngineConfig
+from kvern_engine.model_config import ModelConfig
 from kvern_engine.parallel.layout import Layout
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -91,29 +92,47 @@ def step_limits(config: EngineConfig, device: str, device_name: str, max_model_l
 
 def check_supported(config: EngineConfig) -> None:
     """Raises ValueError for what a worker cannot do yet, rather than ignoring it."""
-    later = {
-        "kv_cache_dtype": (config.kv_cache_dtype, "auto"),
-        "batch_invariant": (config.batch_invariant, False),
-    }
-    for name, (value, only) in later.items():
-        if value != only:
-            raise ValueError(f"{name}={value} is not supported yet; leave it at {only}")
+    if config.batch_invariant:
+        raise ValueError("batch_invariant=True is not supported yet; leave it at False")
     if config.quantization is not None and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         raise ValueError(
             f"quantization={config.quantization} with several ranks an engine is not supported yet; use "
             "data_parallel_size, or leave quantization out"
         )
-    if config.quantization == "fp8_per_channel":
-        raise ValueError("quantization=fp8_per_channel is not supported yet; use fp8 or fp8_per_tensor")
 
 
-def check_fp8(quantization: str | None, device: str, capability: tuple[int, int] | None) -> None:
-    """Raises ValueError where a GPU has no FP8 arithmetic for the `quantization` that was asked for."""
-    if quantization is not None and device == "cuda" and capability is not None and capability < _FP8_CAPABILITY:
+def check_fp8(
+    quantization: str | None, device: str, capability: tuple[int, int] | None, kv_cache_dtype: str = "auto"
+) -> None:
+    """Raises ValueError where a GPU has no FP8 arithmetic for what was asked for."""
+    asked = [("quantization", quantization)] if quantization is not None else []
+    asked += [("kv_cache_dtype", kv_cache_dtype)] if kv_cache_dtype != "auto" else []
+    if asked and device == "cuda" and capability is not None and capability < _FP8_CAPABILITY:
+        name, value = asked[0]
         raise ValueError(
-            f"quantization={quantization} needs a GPU of compute capability 8.9 or later, this one has "
-            f"{capability[0]}.{capability[1]}; leave quantization out"
+            f"{name}={value} needs a GPU of compute capability 8.9 or later, this one has "
+            f"{capability[0]}.{capability[1]}; leave {name} out"
         )
+
+
+def fp8_choice(config: EngineConfig, model: ModelConfig) -> tuple[str | None, bool]:
+    """(the way the weights are in FP8, whether the KV cache is) by what was asked for and what the checkpoint is.
+    Raises ValueError where the two contradict each other, or several ranks share such a checkpoint."""
+    kv_cache = config.kv_cache_dtype != "auto" or (model.fp8 is not None and model.fp8.kv_scales)
+    if model.fp8 is None:
+        return config.quantization, kv_cache
+    own = "fp8_per_channel" if model.fp8.per_channel else "fp8_per_tensor"
+    if config.quantization not in (None, "fp8", own):
+        raise ValueError(
+            f"quantization={config.quantization} does not fit a checkpoint that is quantized already ({own}); leave "
+            "quantization out"
+        )
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        raise ValueError(
+            "a checkpoint in FP8 with several ranks an engine is not supported yet; use data_parallel_size, or the "
+            "unquantized model"
+        )
+    return own, kv_cache
 
 
 def cpu_threads(explicit: str | None, openmp: str | None, cores: int, ranks: int) -> int:

@@ -65,6 +65,8 @@ class Worker:
         self.runner: Runner | None = None
         self._link: StageLink | None = None
         self._seconds: dict[str, float] = {}
+        self._quantization: str | None = None
+        self._fp8_kv = False
 
     def load(self, progress: Progress | None = None) -> WorkerReady:
         """Loads the weights, measures what a step takes and sizes the KV arena.
@@ -85,6 +87,7 @@ class Worker:
             self.step_limits = limits.step_limits(
                 self.config, self.device.type, self._device_name(), self.max_model_len
             )
+            self._quantization, self._fp8_kv = limits.fp8_choice(self.config, model_config)
             dtype = self._dtype()
         if self.parallel is None:
             with self._phase("join", report):
@@ -94,7 +97,7 @@ class Worker:
         with self._phase("profile", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
             used = self._profile()
         with self._phase("kv_cache", report), self._out_of_memory("the KV cache"):
-            size = self._size_kv_cache(dtype, used)
+            size = self._size_kv_cache(used)
             self.runner = self._make_runner(size.num_blocks)
         if self._use_graphs:
             with self._phase("graphs", report), self._out_of_memory("CUDA graphs (see enforce_eager)"):
@@ -186,7 +189,7 @@ class Worker:
 
     def _dtype(self) -> torch.dtype:
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
-        limits.check_fp8(self.config.quantization, self.device.type, capability)
+        limits.check_fp8(self._quantization, self.device.type, capability, "fp8" if self._fp8_kv else "auto")
         choice = limits.choose_dtype(self.config.dtype, self.device.type, capability)
         if choice.note:
             log.warning(choice.note)
@@ -213,8 +216,12 @@ class Worker:
             size = random_weights(self.model, self.config.seed)
         else:
             size = load_weights(self.model, files, report)
-        if self.config.quantization is not None:
-            size -= self.model.quantize_fp8()
+        if self._fp8_kv:
+            if config.fp8 is None or not config.fp8.kv_scales:
+                log.warning("the model brings no scales for a KV cache in FP8: K and V are stored as they are, to 448")
+            self.model.use_fp8_kv()
+        if self._quantization is not None:
+            size -= self.model.quantize_fp8(per_channel=self._quantization == "fp8_per_channel")
         elif self.device.type == "cpu" and size <= CPU_LAYOUT_BYTES:
             self.model.add_cpu_layouts()
         self.tables = RowTables(
@@ -232,11 +239,16 @@ class Worker:
         """The KV cache of this rank, [layers, 2, Hkv, num_blocks, block_size, head_dim] of its layers and heads."""
         shard, head_dim = self.model.shard, self.model.config.head_dim
         shape = (shard.num_layers, 2, shard.kv_heads.size, num_blocks, self.config.block_size, head_dim)
+        dtype = self._kv_dtype
+        size = math.prod(shape) * dtype.itemsize
         if self.device.type == "cuda":
-            return torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+            return torch.zeros(size, dtype=torch.uint8, device=self.device).view(dtype).view(shape)
         # numpy's zeros are pages that the kernel maps when they are first written; torch's would be written now.
-        pages = np.zeros(math.prod(shape) * self.model.dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(pages).view(self.model.dtype).view(shape)
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+    @property
+    def _kv_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self._fp8_kv else self.model.dtype
 
     def _profile(self) -> int:
         """Runs the largest step there can be (on a CPU a small one, to warm up); bytes in use on the device at its
@@ -284,11 +296,11 @@ class Worker:
         logits = runner.tables.max_num_seqs * runner.tables.vocab_size * self.model.dtype.itemsize
         return max(0, before - first) + each * (len(decode.sizes) + len(mixed.sizes)) + logits
 
-    def _size_kv_cache(self, dtype: torch.dtype, used: int) -> memory.KvCacheSize:
+    def _size_kv_cache(self, used: int) -> memory.KvCacheSize:
         """This rank's part of a cache of as many blocks as the rank with the least room can have."""
         shard, head_dim = self.model.shard, self.model.config.head_dim
         per_block = memory.block_bytes(
-            shard.num_layers, shard.kv_heads.size, head_dim, self.config.block_size, dtype.itemsize
+            shard.num_layers, shard.kv_heads.size, head_dim, self.config.block_size, self._kv_dtype.itemsize
         )
         own = memory.size_kv_cache(
             self._available(per_block, used),

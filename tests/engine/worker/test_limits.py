@@ -71,8 +71,6 @@ def test_step_limits_by_device() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 is not supported yet; leave it at auto"),
-        ({"quantization": "fp8_per_channel"}, "quantization=fp8_per_channel is not supported yet"),
         ({"batch_invariant": True}, "batch_invariant=True is not supported yet"),
     ],
 )

@@ -1,0 +1,131 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+"""The decode kernel over a KV cache in FP8; everything around it is in `decode_attention_triton.py`.
+
+Tiles are words of two dimensions (`paged_triton.py`): the even and the odd ones have products of their own, whose sum
+is that over all. Products are in float16, exact for K and V. The scales of a head's K and V and the words' factor of
+256 multiply the scores and the result, not the tiles.
+"""
+
+import triton
+import triton.language as tl
+
+from .launch_triton import after_previous
+from .paged_triton import even_numbers, kv_pointers, odd_numbers
+
+
+@triton.jit
+def _load_query(pointers, mask):
+    """Query elements as float16; bfloat16 reaches further, infinity would make NaN of a whole row."""
+    q = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return tl.minimum(tl.maximum(q, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit(do_not_specialize=["table_stride", "min_tiles"])
+def decode_fp8_kernel(
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    table_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    kv_scales_ptr,
+    scale_log2,
+    q_stride,
+    kv_stride,
+    head_stride,
+    table_stride,
+    min_tiles,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAX_Q: tl.constexpr,
+    D: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    BS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """As `_decode_kernel`, with a cache of int16 words; `kv_stride` and `head_stride` are in words."""
+    after_previous()
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    splits = tl.num_programs(2)
+    seq_len = tl.load(seq_lens_ptr + row)
+    tiles = tl.cdiv(seq_len, BLOCK_N)
+    tiles_each = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
+    used = tl.maximum(tl.cdiv(tiles, tiles_each), 1)
+    if split >= used:
+        return
+    if MAX_Q == 1:
+        first_token = row
+        query_len = 1
+    else:
+        first_token = tl.load(query_start_ptr + row)
+        query_len = tl.load(query_start_ptr + row + 1) - first_token
+    begin = split * tiles_each * BLOCK_N
+    end = tl.minimum(begin + tiles_each * BLOCK_N, seq_len)
+
+    tile_rows = tl.arange(0, BLOCK_M)
+    words = tl.arange(0, D_BLOCK // 2)
+    inside_m = tile_rows < query_len * GROUP
+    inside_w = words < D // 2
+    inside = inside_m[:, None] & inside_w[None, :]
+    q_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * q_stride + (head * GROUP + tile_rows % GROUP) * D
+    q_even = _load_query(q_ptr + q_offsets[:, None] + 2 * words[None, :], inside)
+    q_odd = _load_query(q_ptr + q_offsets[:, None] + 2 * words[None, :] + 1, inside)
+    visible = seq_len - query_len + tile_rows // GROUP  # the last position each tile row sees
+    scale_log2 *= 256.0 * tl.load(kv_scales_ptr + head)
+
+    k_base = kv_ptr + head.to(tl.int64) * head_stride
+    v_base = k_base + kv_stride
+    row_table = table_ptr + row.to(tl.int64) * table_stride
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    even = tl.zeros([BLOCK_M, D_BLOCK // 2], tl.float32)
+    odd = tl.zeros([BLOCK_M, D_BLOCK // 2], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        inside_n = positions < end
+        offsets = kv_pointers(0, row_table, positions, inside_n, words, D // 2, BS, BS % BLOCK_N == 0)
+        mask = inside_n[:, None] & inside_w[None, :]
+        k = tl.load(k_base + offsets, mask=mask, other=0)
+        scores = tl.dot(q_even, tl.trans(even_numbers(k)))
+        scores = tl.dot(q_odd, tl.trans(odd_numbers(k)), scores) * scale_log2
+        if MAX_Q == 1:
+            scores = tl.where(inside_n[None, :], scores, float("-inf"))
+        else:
+            scores = tl.where(positions[None, :] <= tl.minimum(visible, end - 1)[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # A tile row that sees nothing yet keeps -inf; subtracting it would give NaN.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(weights, axis=1)
+        v = tl.load(v_base + offsets, mask=mask, other=0)
+        weights = weights.to(tl.float16)
+        even = tl.dot(weights, even_numbers(v), even * decay[:, None])
+        odd = tl.dot(weights, odd_numbers(v), odd * decay[:, None])
+        top = new_top
+
+    v_scale = 256.0 * tl.load(kv_scales_ptr + KV_HEADS + head)
+    even, odd = even * v_scale, odd * v_scale
+    out_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * (KV_HEADS * GROUP * D)
+    out_offsets += (head * GROUP + tile_rows % GROUP) * D
+    if used == 1:
+        share = 1.0 / tl.where(total > 0, total, 1.0)[:, None]
+        target = out_ptr + out_offsets[:, None] + 2 * words[None, :]
+        tl.store(target, (even * share).to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(target + 1, (odd * share).to(out_ptr.dtype.element_ty), mask=inside)
+        return
+
+    owner = row.to(tl.int64) * KV_HEADS + head
+    piece = owner * splits + split
+    in_part = tile_rows < MAX_Q * GROUP
+    part = partial_ptr + piece * (MAX_Q * GROUP * D) + tile_rows[:, None] * D + 2 * words[None, :]
+    tl.store(part, even, mask=inside)
+    tl.store(part + 1, odd, mask=inside)
+    stats = stats_ptr + piece * (2 * MAX_Q * GROUP) + tile_rows
+    tl.store(stats, top, mask=in_part)
+    tl.store(stats + MAX_Q * GROUP, total, mask=in_part)
