@@ -111,7 +111,7 @@ def _rope_kernel(
         heads = number * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         inside = (heads < KV_HEADS)[:, None] & (dims < HALF)[None, :]
         where = heads[:, None] * (2 * HALF) + dims[None, :]
-        target = kv_ptr + heads[:, None].to(tl.int64) * head_stride + slot * (2 * HALF) + dims[None, :]
+        cell = kv_ptr + heads[:, None].to(tl.int64) * head_stride + slot * (2 * HALF) + dims[None, :]
         written = inside & (slot >= 0)
         cache_dtype = kv_ptr.dtype.element_ty
         kv_scales = heads
@@ -126,16 +126,16 @@ def _rope_kernel(
             first, second = _rotated(
                 first, second, token, dims, cos_sin_ptr, positions_ptr, k_norm_ptr, eps, HALF, K_NORM, dtype
             )
-            tl.store(target, _stored(first, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
-            tl.store(target + HALF, _stored(second, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
+            tl.store(cell, _stored(first, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
+            tl.store(cell + HALF, _stored(second, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
         else:
             source, of = v_ptr + token * v_stride + where, columns_ptr + (HEADS + KV_HEADS) * 2 * HALF + where
             first = _half_heads(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, dtype)
             source, of = source + HALF, of + HALF
             second = _half_heads(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, dtype)
-            target += kv_stride
-            tl.store(target, _stored(first, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
-            tl.store(target + HALF, _stored(second, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
+            cell += kv_stride
+            tl.store(cell, _stored(first, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
+            tl.store(cell + HALF, _stored(second, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
 
 
 @triton.jit

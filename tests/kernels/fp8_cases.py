@@ -218,7 +218,8 @@ def test_rope_writes_fp8(heads, kv_heads, dim, scaled):
     stored, wanted = caches[0].float(), caches[1].float()
     assert stored[0].abs().sum() == 0 and not stored.isnan().any()
     difference = (stored - wanted).abs()
-    near = difference <= wanted.abs() * 0.13 + 2.0**-8
+    # With scales the reference also rounds what is rotated: an error of the addends' size, not of the sum's.
+    near = difference <= wanted.abs() * 0.13 + (0.5 if scaled else 2.0**-8)
     if DEVICE == "cpu":  # Triton's interpreter truncates, and halves what rounds up to a power of two
         near |= (difference <= wanted.abs() * 0.26) | ((2 * stored - wanted).abs() <= wanted.abs() * 0.13)
     assert bool(near.all())
