@@ -98,18 +98,22 @@ class ProductTiles:
     num_stages: int
 
 
-def choose_tiles(rows: int, columns: int, gated: bool, sm_count: int) -> ProductTiles | None:
-    """Tiles of a product of `rows` rows with a weight of `columns` rows (of the gate, where `gated`); None where cuBLAS
-    is faster.
+def choose_tiles(rows: int, columns: int, inner: int, gated: bool, sm_count: int) -> ProductTiles | None:
+    """Tiles of a product of `rows` rows with a weight of `columns` rows (of the gate, where `gated`) of `inner`
+    elements; None where cuBLAS is faster.
 
-    Measured on an H200, 32 rows, us against cuBLAS: qkv 6144 x 4096 15.4 / 16.4, o 4096 x 4096 10.9 / 13.1, gate_up
-    28672 x 4096 with SwiGLU 60.1 / 61.5, down 4096 x 14336 31.2 / 33.2; a whole layer without attention 128.2 / 131.7,
-    at 1 row 120.8 / 124.9, at 64 rows 135.0 / 136.0, at 128 rows 216.7 / 147.6.
+    Measured on an H200, 32 and 64 rows, us against cuBLAS: qkv 6144 x 4096 15.4 and 16.8 / 16.4 and 16.3, o 4096 x 4096
+    10.9 and 12.3 / 13.1 and 12.3, gate_up 28672 x 4096 with SwiGLU 60.1 and 62.5 / 61.5 and 66.6, down 4096 x 14336
+    31.2 and 33.1 / 33.2 and 35.7; a layer without attention at 1 row 120.8 / 124.9, at 128 rows 216.7 / 147.6.
     """
-    if rows > 32:
+    if rows > 64 or (rows > 32 and not gated and inner <= 2 * columns):
         return None
     if gated:
-        return ProductTiles(64, 128, 1, 4, 3) if rows <= 16 else ProductTiles(128, 64, 1, 8, 4)
+        if rows <= 16:
+            return ProductTiles(64, 128, 1, 4, 3)
+        return ProductTiles(128, 64, 1, 8, 4) if rows <= 32 else ProductTiles(64, 64, 1, 4, 4)
+    if rows > 32:
+        return ProductTiles(64, 128, 2, 4, 4)
     splits = 1
     while splits < 8 and triton.cdiv(columns, 64) * splits < sm_count:
         splits *= 2
@@ -134,8 +138,10 @@ def choose_fp8_tiles(rows: int, columns: int, gated: bool, sm_count: int) -> Pro
 
 def tiles_for(x: Tensor, columns: int, gated: bool) -> ProductTiles | None:
     """The tiles of a product of `x` [M, K] in its type; None where that is the vendor's."""
-    choose = choose_fp8_tiles if x.element_size() == 1 else choose_tiles
-    return choose(x.shape[0], columns, gated, sm_count(x.device))
+    rows, inner = x.shape
+    if x.element_size() == 1:
+        return choose_fp8_tiles(rows, columns, gated, sm_count(x.device))
+    return choose_tiles(rows, columns, inner, gated, sm_count(x.device))
 
 
 def _launch(
