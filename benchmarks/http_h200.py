@@ -22,10 +22,11 @@ from pathlib import Path
 
 import psutil
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 from h200 import PRECISIONS, write_model
 from workloads import LLAMA3_8B
+
+HERE = Path(__file__).parent
 
 LETTERS = "abcdefghijklmnopqrst"
 

@@ -1,9 +1,11 @@
-"""Does cuBLASLt know a faster kernel for a product than the one that its heuristic (and torch) takes? Llama-3-8B's
-shapes, bf16 or FP8, weights as they are stored ("TN") and, in bf16, transposed ("NN"); every candidate that the heuristic
-offers is timed, the best ones again in turns.
+"""Does cuBLASLt know a faster kernel for a product than the one that its heuristic (and torch) takes?
 
-A card at its power limit slows down while it is measured: with --sustained every candidate runs for so many milliseconds
-at a time, after as many that are not counted, as in a long prompt, where the kernel counts that needs the least energy.
+Llama-3-8B's shapes, bf16 or FP8, weights as they are stored ("TN") and, in bf16, transposed ("NN"); every candidate
+that the heuristic offers is timed, the best ones again in turns.
+
+A card at its power limit slows down while it is measured: with --sustained every candidate runs for so many
+milliseconds at a time, after as many that are not counted, as in a long prompt, where the kernel counts that needs the
+least energy.
 
     python benchmarks/kernels/gemm_search.py --out OUT/gemm_search.jsonl --rows 32 256 8192
 """

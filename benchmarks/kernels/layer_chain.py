@@ -73,6 +73,17 @@ def kernel_times(call):
     return sorted(rows, key=lambda row: -row[2])[:14]
 
 
+def measure(model, rows, context, take_apart):
+    ids, positions, caches, meta = inputs(rows, context)
+
+    def step():
+        meta.plan_cache.clear()
+        return model.forward(ids, positions, caches, meta)
+
+    found = {"rows": rows, "context": context, "us_a_layer": round(time_calls([step]) / LAYERS, 2)}
+    return found | ({"kernels": kernel_times(step)} if take_apart else {})
+
+
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", type=Path, required=True)
@@ -80,31 +91,18 @@ def main():
     ap.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
     ap.add_argument("--vendor-products", action="store_true")
     ap.add_argument("--kernels", action="store_true")
-    ap.add_argument("--tag", default="")
     a = ap.parse_args()
     if a.vendor_products:
-        small_gemm_triton.choose_tiles = lambda *sizes: None
-    early = os.environ.get("KVERN_EARLY_LAUNCH", "1") != "0"
+        small_gemm_triton.tiles_for = lambda *sizes: None
+    variant = {"early": os.environ.get("KVERN_EARLY_LAUNCH", "1") != "0", "vendor_products": a.vendor_products}
     with a.out.open("a") as file, torch.inference_mode():
         for precision in a.precisions:
             model = make_model(precision == "fp8")
             for case in a.cases:
-                rows, context = map(int, case.split("x"))
-                ids, positions, caches, meta = inputs(rows, context)
-
-                def step():
-                    meta.plan_cache.clear()
-                    return model.forward(ids, positions, caches, meta)
-
-                us = time_calls([step]) / LAYERS
-                line = {"precision": precision, "rows": rows, "context": context, "us_a_layer": round(us, 2)}
-                line |= {"early": early, "vendor_products": a.vendor_products, "tag": a.tag}
-                if a.kernels:
-                    line["kernels"] = kernel_times(step)
+                line = {"precision": precision, **variant, **measure(model, *map(int, case.split("x")), a.kernels)}
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 print(json.dumps(line), flush=True)
-                del ids, positions, caches, meta
                 torch.cuda.empty_cache()
             del model
             torch.cuda.empty_cache()

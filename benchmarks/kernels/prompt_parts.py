@@ -42,21 +42,22 @@ def in_turns(calls, turns=7):
 
 def residual_in_product(rows):
     """o and down: product, then residual + norm; or product onto the residual, then norm."""
-    found = {}
-    for name, inner in (("o", HIDDEN), ("down", INTERMEDIATE)):
-        x = torch.randn(rows, inner, dtype=DTYPE, device="cuda")
-        weight = torch.randn(HIDDEN, inner, dtype=DTYPE, device="cuda") * 0.02
-        residual = torch.randn(rows, HIDDEN, dtype=DTYPE, device="cuda")
-        scale = torch.ones(HIDDEN, dtype=DTYPE, device="cuda")
-        found[name] = in_turns(
-            {
-                "norm adds": lambda: norm_triton.add_rms_norm(F.linear(x, weight), residual, scale, 1e-5),
-                "product adds": lambda: norm_triton.rms_norm(residual.addmm_(x, weight.t()), scale, 1e-5),
-                "product alone": lambda: F.linear(x, weight),
-                "product onto": lambda: residual.addmm_(x, weight.t()),
-            }
-        )
-    return found
+    return {name: _residual_in_product(rows, inner) for name, inner in (("o", HIDDEN), ("down", INTERMEDIATE))}
+
+
+def _residual_in_product(rows, inner):
+    x = torch.randn(rows, inner, dtype=DTYPE, device="cuda")
+    weight = torch.randn(HIDDEN, inner, dtype=DTYPE, device="cuda") * 0.02
+    residual = torch.randn(rows, HIDDEN, dtype=DTYPE, device="cuda")
+    scale = torch.ones(HIDDEN, dtype=DTYPE, device="cuda")
+    return in_turns(
+        {
+            "norm adds": lambda: norm_triton.add_rms_norm(F.linear(x, weight), residual, scale, 1e-5),
+            "product adds": lambda: norm_triton.rms_norm(residual.addmm_(x, weight.t()), scale, 1e-5),
+            "product alone": lambda: F.linear(x, weight),
+            "product onto": lambda: residual.addmm_(x, weight.t()),
+        }
+    )
 
 
 def reference(q, k, v, lengths):
@@ -131,23 +132,24 @@ def pairs(count, length, padded):
 
 def first_calls(lengths):
     """Milliseconds of the first and the second call at new lengths, and microseconds of one in a graph."""
-    found = {}
-    for n in lengths:
-        q = torch.randn(n, HEADS, DIM, dtype=DTYPE, device="cuda")
-        keys, values = (torch.randn(1, KV_HEADS, n, DIM, dtype=DTYPE, device="cuda") for _ in range(2))
+    return {n: _first_calls(n) for n in lengths}
 
-        def call():
-            return vendor_attention.causal_attention(q, keys, values, DIM**-0.5)
 
-        took = []
-        for _ in range(2):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            took.append(round((time.perf_counter() - began) * 1e3, 2))
-        found[n] = [*took, round(time_calls([call]), 1)]
-    return found
+def _first_calls(n):
+    q = torch.randn(n, HEADS, DIM, dtype=DTYPE, device="cuda")
+    keys, values = (torch.randn(1, KV_HEADS, n, DIM, dtype=DTYPE, device="cuda") for _ in range(2))
+
+    def call():
+        return vendor_attention.causal_attention(q, keys, values, DIM**-0.5)
+
+    took = []
+    for _ in range(2):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        took.append(round((time.perf_counter() - began) * 1e3, 2))
+    return [*took, round(time_calls([call]), 1)]
 
 
 @triton.jit

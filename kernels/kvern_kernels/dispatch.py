@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import activation, attention, cpu_attention, decode_inputs, fp8, norm, rotary, sampling
+from . import activation, attention, cpu_attention, decode_inputs, fp8, large_products, norm, rotary, sampling
 from .decode_inputs import DecodeInputs
 from .fp8 import Fp8Weight, ScaledRows
 from .metadata import AttentionMetadata
@@ -104,6 +104,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return activation.silu_and_mul(x)
 
 
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    found = large_products.linear(x, weight, x.dtype) if x.is_cuda else None
+    return F.linear(x, weight) if found is None else found
+
+
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """`x` [T, K] times `weight` [N, K] transposed for an operation that adds parts up (`add_rms_norm`,
     `rope_and_cache`): [T, N], or in parts, [P, T, N] float32, where few rows make that faster."""
@@ -113,7 +118,7 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
         tiles = small_gemm_triton.tiles_for(x, weight.shape[0], False)
         if tiles is not None:
             return small_gemm_triton.linear_parts(x, weight, tiles)
-    return F.linear(x, weight)
+    return _linear(x, weight)
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -124,7 +129,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
         tiles = small_gemm_triton.tiles_for(x, weight.shape[0] // 2, True)
         if tiles is not None:
             return small_gemm_triton.gated_linear(x, weight, tiles)
-    return silu_and_mul(F.linear(x, weight))
+    return silu_and_mul(_linear(x, weight))
 
 
 def add_linear(x: Tensor, weight: Tensor, residual: Tensor) -> bool:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import large_products
 from .fp8 import FP8, Fp8Weight, ScaledRows
 from .launch_triton import after_previous, early_launch
 from .norm_triton import load_parts
@@ -207,6 +208,9 @@ def fp8_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRo
     if not values.shape[0]:
         none = torch.empty(0, weight.values.shape[0], dtype=dtype, device=values.device)
         return ScaledRows(none, x.scales, weight.columns)
+    product = large_products.linear(values, weight.values, dtype, weight.scale)
+    if product is not None:
+        return ScaledRows(product, x.scales, weight.columns)
     one = _ones.get(values.device)
     if one is None:
         one = _ones[values.device] = torch.ones((), dtype=torch.float32, device=values.device)

@@ -2,8 +2,8 @@
 """Programmatic dependent launch (Hopper and newer): a kernel's programs are brought to the multiprocessors while the
 kernel before it still runs, and wait there; the gap between two small kernels of a captured step shrinks.
 
-Every kernel that is launched with `early_launch()` begins with `after_previous()`, or with `wait_for_previous()` where it
-is large and calls `release_next()` when its work is nearly done: nothing before them may touch memory.
+Every kernel launched with `early_launch()` begins with `after_previous()`, or with `wait_for_previous()` where it is
+large and calls `release_next()` when its work is nearly done: nothing before them may touch memory.
 KVERN_EARLY_LAUNCH=0 turns it off.
 """
 

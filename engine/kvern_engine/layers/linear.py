@@ -96,6 +96,11 @@ class Linear:
         return gated_linear(x, self.weight)
 
     @property
+    def stored(self) -> Tensor | Fp8Weight:
+        """The weights as products take them."""
+        return self.weight if self._fp8 is None else self._fp8
+
+    @property
     def is_fp8(self) -> bool:
         """`quantize_fp8` has been called: `scaled` computes the layer."""
         return self._fp8 is not None

@@ -28,7 +28,7 @@ from kvern_engine.loading.parts import WeightPart
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.parallel.groups import ParallelContext, TensorGroup
 from kvern_engine.parallel.layout import ModelShard
-from kvern_kernels import AttentionMetadata, ScaledRows, quantize_rows, restore_rows
+from kvern_kernels import AttentionMetadata, Fp8Weight, ScaledRows, quantize_rows, restore_rows
 
 
 class LlamaAttention:
@@ -304,6 +304,12 @@ class LlamaForCausalLM:
                 part = WeightPart.whole(config.vocab_size) if rows else WeightPart.whole()
                 found["lm_head.weight_scale"] = Destination(self.lm_head.scales, part)
         return found
+
+    def products(self) -> list[Tensor | Fp8Weight]:
+        """After loading: the weights of one layer, whose shapes are those of all."""
+        layer = self.layers[0]
+        found = [layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
+        return [linear.stored for linear in found]
 
     def use_fp8_kv(self) -> None:
         """After loading: the KV caches are in FP8, scaled as the checkpoint says, or by 1."""

@@ -30,6 +30,7 @@ from kvern_engine.worker.pending import Pending
 from kvern_engine.worker.runner import Runner
 from kvern_engine.worker.stages import StageLink
 from kvern_engine.worker.tables import RowTables
+from kvern_kernels import large_products, vendor_attention
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,9 @@ class Worker:
                 self.parallel = self._join()
         with self._phase("weights", report), self._out_of_memory("the weights"):
             weight_bytes = self._load_model(files, model_config, dtype, lambda share: report("weights", share))
+        if self.device.type == "cuda":
+            with self._phase("products", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
+                large_products.choose(self.model.products(), self._most_tokens, dtype)
         with self._phase("profile", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
             used = self._profile()
         with self._phase("kv_cache", report), self._out_of_memory("the KV cache"):
@@ -105,6 +109,9 @@ class Worker:
                 mixed.capture(mixed.sizes, lambda share: report("graphs", share / 2))
                 decode.capture(_sizes_at_start(decode), lambda share: report("graphs", 0.5 + share / 2))
                 torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":
+            with self._phase("attention", report), self._out_of_memory("attention over a long prompt"):
+                self._warm_up_attention(dtype)
         log.info("worker ready: %s", ", ".join(f"{name} {took:.2f} s" for name, took in self._seconds.items()))
         return WorkerReady(
             rank=self.rank,
@@ -295,6 +302,13 @@ class Worker:
         each = max(0, first - free())
         logits = runner.tables.max_num_seqs * runner.tables.vocab_size * self.model.dtype.itemsize
         return max(0, before - first) + each * (len(decode.sizes) + len(mixed.sizes)) + logits
+
+    @torch.inference_mode()
+    def _warm_up_attention(self, dtype: torch.dtype) -> None:
+        shard, longest = self.model.shard, min(self.max_model_len, self._most_tokens)
+        sizes = shard.heads.size, shard.kv_heads.size, self.model.config.head_dim
+        vendor_attention.warm_up(*sizes, dtype, self.device, longest)
+        torch.cuda.synchronize(self.device)
 
     def _size_kv_cache(self, used: int) -> memory.KvCacheSize:
         """This rank's part of a cache of as many blocks as the rank with the least room can have."""
