@@ -9,10 +9,10 @@ BIN := $(VENV)/bin
 WHEELS := $(wildcard ../shared/wheels)
 PIP := $(if $(WHEELS),PIP_FIND_LINKS=$(WHEELS)) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint types layers unit format generate clean
+.PHONY: help demo test lint types layers unit docs format generate clean cluster cluster-down e2e e2e-full
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/pyvenv.cfg:
 	@test -n "$(PYTHON)" || { echo "Kvern needs Python 3.11 or 3.12 and found neither on PATH; say make PYTHON=/path/to/python3.12"; exit 1; }
@@ -27,7 +27,7 @@ $(VENV)/.installed: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "==> installing what the tests need"
-	@$(PIP) -e '.[operator,engine,test]'
+	@$(PIP) -e '.[operator,engine,test,docs]'
 	@touch $@
 
 demo: $(VENV)/.installed  ## serve examples/smollm2.yaml and ask it a question
@@ -48,13 +48,30 @@ layers: $(VENV)/.installed-test  ## import-linter: who may import whom
 unit: $(VENV)/.installed-test  ## pytest, two files at a time
 	@$(BIN)/pytest -q -n 2 --dist loadfile
 
+cluster:  ## a kind cluster with the images loaded; e2e/README.md
+	@e2e/cluster/cluster.sh up
+
+cluster-down:  ## take it away
+	@e2e/cluster/cluster.sh down
+
+e2e: $(VENV)/.installed-test  ## the end-to-end tests: cluster, images, tests, and all of it taken away again
+	@e2e/cluster/run.sh
+
+e2e-full: $(VENV)/.installed-test  ## those that take long too: five idle minutes, chaos, scale, soak
+	@KVERN_E2E_FULL=1 e2e/cluster/run.sh
+
+docs: $(VENV)/.installed-test  ## build the documentation into build/site, links checked
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "file://$(CURDIR)/build/site/index.html"
+
 format: $(VENV)/.installed-test  ## format and fix what ruff can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-generate: $(VENV)/.installed  ## rewrite the generated files: CRD, list of engine flags
+generate: $(VENV)/.installed  ## rewrite the generated files: CRD, list of engine flags, charts, kustomize base, docs
 	@$(BIN)/python -m kvern_engine.flags operator/kvern_operator/api/engine_flags.json
 	@$(BIN)/python -m kvern_operator.api.schema crds/kvern.dev_inferenceservices.yaml
+	@$(BIN)/python charts/generate.py $(HELM)
+	@$(BIN)/python tools/reference.py
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

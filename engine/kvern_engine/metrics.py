@@ -112,6 +112,7 @@ class EngineView:
     block_size: int = 0
     reason: str | None = None  # why it is dead
     feasible: Mapping[int, int] = field(default_factory=dict)  # as in its CoreReady
+    device: str = ""  # as in its CoreReady: "cpu", "cuda:0 NVIDIA H200"
 
 
 @dataclass(frozen=True)

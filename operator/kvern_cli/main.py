@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in ENGINE_COMMANDS:
         return _engine(argv)
-    parser = _parser()
+    parser = make_parser()
     try:
         args = parser.parse_args(argv)
     except SystemExit as end:  # --help, --version, a wrong flag
@@ -58,12 +58,28 @@ def _run(args: argparse.Namespace) -> int:
         from kvern_cli.status import down
 
         return down(args)
-    from kvern_cli.status import status
-
-    return status(args)
+    return _look(args)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _look(args: argparse.Namespace) -> int:
+    """status, explain and logs; what keeps them from looking is said in words."""
+    from kvern_cli.kube.errors import LookError
+
+    try:
+        if args.command == "logs":
+            from kvern_cli.logs import logs
+
+            return logs(args)
+        from kvern_cli.status import explain, status
+
+        return explain(args) if args.command == "explain" else status(args)
+    except LookError as error:
+        print(f"kvern {args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The words of the command line; docs/reference/cli.md prints them."""
     from kvern_operator import __version__
 
     engine = "\n".join(f"  {name:<10} {text}" for name, text in ENGINE_COMMANDS.items())
@@ -78,14 +94,74 @@ def _parser() -> argparse.ArgumentParser:
     _add_up(commands)
     validate = commands.add_parser("validate", help="check manifests and print every error", description="Check files.")
     validate.add_argument("files", nargs="+", metavar="FILE", help="YAML file with one InferenceService")
-    status = commands.add_parser("status", help="what runs on this machine, as kubectl would say it")
-    status.add_argument("name", nargs="?", metavar="NAME", help="one service, with conditions and replicas")
-    status.add_argument("-n", "--namespace", help="namespace of the service (default: any)")
-    status.add_argument("-o", "--output", choices=["wide", "yaml", "json"], help="another form")
+    _add_looks(commands)
     down = commands.add_parser("down", help="stop a service that kvern up runs in another terminal")
     down.add_argument("name", nargs="?", metavar="NAME", help="which service; needed where several run")
     down.add_argument("-n", "--namespace", help="namespace of the service (default: any)")
     return parser
+
+
+def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from kvern_cli.place import add_flags
+
+    status = commands.add_parser(
+        "status",
+        help="what runs here or in a cluster, as kubectl would say it",
+        description="Services with their replicas, or one of them with conditions and pods. What kvern up runs on this "
+        "machine comes first; where nothing does, the cluster that kubectl talks to is asked.",
+    )
+    status.add_argument("name", nargs="?", metavar="NAME", help="one service, with conditions and pods")
+    add_flags(status)
+    status.add_argument("-A", "--all-namespaces", action="store_true", help="the services of all namespaces")
+    status.add_argument("-w", "--watch", action="store_true", help="go on showing changes, until Ctrl-C")
+    status.add_argument("-o", "--output", choices=["wide", "yaml", "json"], help="another form")
+    explain = commands.add_parser(
+        "explain",
+        help="in sentences: what a service wants, what is wrong, why, and what to do",
+        description="What the service wants, what is there, what is wrong and why, what was decided last, what to do.",
+    )
+    explain.add_argument("name", metavar="NAME", help="the service")
+    add_flags(explain)
+    _add_logs(commands)
+
+
+def _add_logs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from kvern_cli.place import add_flags
+
+    logs = commands.add_parser(
+        "logs",
+        help="the logs of a service, engines and routers in one stream",
+        description="The logs of the pods of a service, merged by time, each line with the pod that wrote it.",
+    )
+    logs.add_argument("name", metavar="NAME", help="the service")
+    add_flags(logs)
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with new lines and new pods, until Ctrl-C")
+    logs.add_argument("-p", "--previous", action="store_true", help="of the containers before their last restart")
+    logs.add_argument("--component", choices=["engine", "router"], help="of engines or routers only")
+    logs.add_argument("--replica", metavar="N", help="of one replica: its number, or its name")
+    logs.add_argument("--tail", type=_lines, default=200, metavar="N", help="last lines of each pod (200); -1: all")
+    logs.add_argument("--since", type=_span, metavar="TIME", help="not older than this, such as 90s, 15m or 2h")
+    logs.add_argument("--timestamps", action="store_true", help="the time before each line")
+    logs.add_argument(
+        "--prefix",
+        action=argparse.BooleanOptionalAction,
+        help="the pod before each line (default: where there are several)",
+    )
+
+
+def _lines(text: str) -> int:
+    try:
+        return max(int(text), -1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines; -1 stands for all") from None
+
+
+def _span(text: str) -> int:
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    number, unit = text[:-1], text[-1:]
+    if unit not in units or not number.isdigit() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a length of time; write 90s, 15m, 2h or 1d")
+    return int(number) * units[unit]
 
 
 def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

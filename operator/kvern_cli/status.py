@@ -1,4 +1,4 @@
-"""`kvern status` and `kvern down`: what the running `kvern up`s wrote, in the words and columns of kubectl."""
+"""`kvern status`, `explain` and `down`: thin; the words come from tables.py and explain.py."""
 
 import argparse
 import contextlib
@@ -7,56 +7,118 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from kvern_cli import place
 from kvern_cli.local.state import LocalState, read_all, read_state
-from kvern_operator.api.base import parse_time
+from kvern_cli.render import Block, Table, fancy, plain, show
+from kvern_cli.tables import COLUMNS, service_blocks, service_row, services_table
 
-COLUMNS = ("NAME", "MODEL", "TP", "READY", "DESIRED", "GPUS", "REASON", "URL", "AGE")
 LONGEST_STOP = 400.0  # seconds that `down` waits: a drain and a little
+WATCH_SECONDS = 1.0
+
+View = Callable[[], tuple[list[Block], str]]  # what to show, and of which place
 
 
 def status(args: argparse.Namespace) -> int:
     """Print one service or all; 1 where the named one is not known."""
-    found = _chosen(args)
-    if args.name is not None and not found:
-        print(f"kvern status: {_unknown(args.name)}", file=sys.stderr)
-        return 1
-    if args.name is None:
-        found = [state for state in found if state.running]
-        if not found and args.output in (None, "wide"):
-            print("nothing runs on this machine; start a service with: kvern up FILE")
-            return 0
+    if args.watch and args.output in ("yaml", "json"):
+        print(f"kvern status: -w shows a table; leave -o {args.output} out", file=sys.stderr)
+        return 2
+    local = place.local_states(args)
+    view = _cluster_view(args) if place.looks_at_cluster(args, local) else _local_view(args)
     if args.output in ("yaml", "json"):
-        _print_objects(found, args.output, single=args.name is not None)
+        _print_objects(_objects(args, local), args.output)
         return 0
-    print("\n".join(table([COLUMNS, *(_columns(state) for state in found)])))
-    if args.name is not None or args.output == "wide":
-        for state in found:
-            print()
-            print("\n".join(_details(state)))
+    if args.watch:
+        return _watch(view)
+    blocks, said = view()
+    if not blocks:
+        print(said)
+        return 0
+    place.say_place(said)
+    show(blocks)
     return 0
 
 
-def _chosen(args: argparse.Namespace) -> list[LocalState]:
-    return [
-        state for state in read_all() if args.name in (None, state.name) and args.namespace in (None, state.namespace)
-    ]
+def explain(args: argparse.Namespace) -> int:
+    """Say in sentences how a service stands, and why."""
+    from kvern_cli.explain import blocks
+    from kvern_cli.explain import explain as explained
+
+    picture = place.picture_of(args)
+    place.say_place(picture.place)
+    show(blocks(explained(picture)))
+    return 0
 
 
-def _unknown(name: str) -> str:
-    running = sorted(state.name for state in read_all() if state.running)
-    hint = f"running: {', '.join(running)}" if running else "nothing runs; start it with: kvern up FILE"
-    return f"no service {name} on this machine ({hint})"
+# ---------------------------------------------------------------- two places
 
 
-def _print_objects(found: Sequence[LocalState], output: str, *, single: bool) -> None:
-    services = [state.document["service"] for state in found]
-    document: Any = (
-        services[0] if single and len(services) == 1 else {"apiVersion": "v1", "kind": "List", "items": services}
-    )
+def _cluster_view(args: argparse.Namespace) -> View:
+    from kvern_cli.kube.gather import gather, list_services
+
+    where = place.cluster_target(args)
+
+    def one() -> tuple[list[Block], str]:
+        return service_blocks(gather(where, args.name)), where.place
+
+    def every() -> tuple[list[Block], str]:
+        services = list_services(where.kube, None if args.all_namespaces else where.namespace)
+        said = f"{where.kube.access.place}, all namespaces" if args.all_namespaces else where.place
+        if not services:
+            return [], f"{said}: no inferenceservices; apply one, such as examples/smollm2.yaml"
+        wide = args.output == "wide"
+        return [services_table(services, datetime.now(UTC), namespaces=args.all_namespaces, wide=wide)], said
+
+    return one if args.name else every
+
+
+def _local_view(args: argparse.Namespace) -> View:
+    def one() -> tuple[list[Block], str]:
+        picture = place.picture_of_local(place.one_local(args, place.local_states(args)))
+        return service_blocks(picture), "this machine"
+
+    def every() -> tuple[list[Block], str]:
+        found = [state for state in place.local_states(args) if state.running]
+        if not found:
+            return [], "nothing runs on this machine; start a service with: kvern up FILE"
+        rows = tuple(tuple(_local_row(state)) for state in found)
+        more: list[Block] = []
+        if args.output == "wide":
+            for state in found:
+                more += service_blocks(place.picture_of_local(state))[1:]
+        return [Table(COLUMNS, rows), *more], "this machine"
+
+    return one if args.name else every
+
+
+def _local_row(state: LocalState) -> Any:
+    document = state.document
+    return service_row(document["service"], datetime.now(UTC), running=state.running, created=document["created"])
+
+
+def _objects(args: argparse.Namespace, local: list[LocalState]) -> Any:
+    """The resource itself, or a List of them."""
+    if place.looks_at_cluster(args, local):
+        from kvern_cli.kube.gather import get_service, list_services
+
+        where = place.cluster_target(args)
+        if args.name:
+            return get_service(where.kube, where.namespace, args.name)
+        return _list(list_services(where.kube, None if args.all_namespaces else where.namespace))
+    if args.name:
+        return place.one_local(args, local).document["service"]
+    return _list([state.document["service"] for state in local if state.running])
+
+
+def _list(items: Sequence[Any]) -> Any:
+    return {"apiVersion": "v1", "kind": "List", "items": list(items)}
+
+
+def _print_objects(document: Any, output: str) -> None:
     if output == "json":
         print(json.dumps(document, indent=2, ensure_ascii=False))
     else:
@@ -65,92 +127,52 @@ def _print_objects(found: Sequence[LocalState], output: str, *, single: bool) ->
         print(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120), end="")
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- watching
 
 
-def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows as kubectl aligns them."""
-    listed = [list(map(str, row)) for row in rows]
-    widths = [max(len(row[i]) for row in listed) for i in range(len(listed[0]))]
-    return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in listed]
+def _watch(view: View) -> int:
+    """Until Ctrl-C: a table that changes on a terminal; elsewhere the whole again whenever something has changed."""
+    blocks, said = view()  # what is wrong at the start ends it
+    place.say_place(said)
+    if sys.stdout.isatty():
+        _watch_terminal(view, blocks)
+    seen: list[str] = []
+    while True:
+        lines = plain(blocks)
+        if _timeless(lines) != seen:
+            seen = _timeless(lines)
+            print("\n".join(lines), flush=True)
+        time.sleep(WATCH_SECONDS)
+        blocks = _again(view) or blocks
 
 
-def age(since: str, now: datetime | None = None) -> str:
-    """kubectl's short ages: 42s, 5m10s, 3h4m, 2d."""
-    seconds = max(0, int(((now or datetime.now(UTC)) - parse_time(since)).total_seconds()))
-    if seconds < 120:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60}s" if seconds < 600 else f"{seconds // 60}m"
-    if seconds < 86400:
-        return f"{seconds // 3600}h{seconds % 3600 // 60}m"
-    return f"{seconds // 86400}d"
+def _watch_terminal(view: View, blocks: list[Block]) -> None:
+    from rich.live import Live
+
+    with Live(fancy(blocks), auto_refresh=False) as live:
+        while True:
+            time.sleep(WATCH_SECONDS)
+            blocks = _again(view) or blocks
+            live.update(fancy(blocks), refresh=True)
 
 
-def _columns(state: LocalState) -> list[str]:
-    service = state.document["service"]
-    found = service["status"]
-    ready: dict[str, str] = next((c for c in found["conditions"] if c["type"] == "Ready"), {})
-    shown = [
-        service["metadata"]["name"],
-        found.get("model", ""),
-        found.get("parallelism", {}).get("current", "<none>"),
-        found.get("readyReplicas", 0) if state.running else 0,
-        found.get("desiredReplicas", 0),
-        found.get("capacity", {}).get("gpus", 0),
-        ready.get("reason", "<none>") if state.running else "NotRunning",
-        found.get("url", "") if state.running else "<none>",
-        age(state.document["created"]),
-    ]
-    return [str(cell) for cell in shown]
+def _again(view: View) -> list[Block] | None:
+    """A later look; None where the cluster does not answer just now (it is tried again)."""
+    from kvern_cli.kube.errors import KubeError
+
+    try:
+        return view()[0]
+    except KubeError as error:
+        if error.kind != "unreachable":
+            raise
+        return None
 
 
-def _details(state: LocalState) -> Iterable[str]:
-    document = state.document
-    found, metadata = document["service"]["status"], document["service"]["metadata"]
-    yield f"Name:         {metadata['name']}"
-    yield f"Namespace:    {metadata['namespace']}"
-    yield f"File:         {document['file']}"
-    yield f"Generation:   {metadata['generation']} (observed {found['observedGeneration']})"
-    yield f"Revision:     {found.get('revision', {}).get('current', '<none>')}"
-    if not state.running:
-        yield f"Stopped:      {document.get('stopped', 'without a word; see its logs')} ({state.folder / 'logs'})"
-        return
-    yield f"Process:      kvern up, pid {state.pid}"
-    decision = found.get("autoscaling", {}).get("lastDecision")
-    if decision:
-        step = f"{decision['from']} -> {decision['to']} replicas"
-        yield f"Last decision: {step} at {decision['time']}: {decision['reason']}"
-    tokens = found.get("capacity", {}).get("kvTokensPerReplica")
-    if tokens:
-        yield f"KV cache:     {tokens:,} tokens a replica"
-    yield ""
-    yield "Conditions:"
-    rows = [("TYPE", "STATUS", "REASON", "SINCE", "MESSAGE")]
-    rows += [
-        (c["type"], c["status"], c["reason"], age(c["lastTransitionTime"]), c.get("message", ""))
-        for c in found["conditions"]
-    ]
-    yield from (f"  {line}" for line in table(rows))
-    yield ""
-    yield "Pods:"
-    pods = [("NAME", "READY", "RESTARTS", "IN FLIGHT", "ADDRESS", "PID", "STATE", "LOG")]
-    for pod in document["pods"]:
-        load = "-" if pod["inFlight"] is None else str(pod["inFlight"])
-        yes = "1/1" if pod["ready"] else "0/1"
-        pods.append(
-            (
-                pod["name"],
-                yes,
-                str(pod["restarts"]),
-                load,
-                pod["address"] or "-",
-                str(pod["pid"] or "-"),
-                pod["doing"],
-                pod["log"],
-            )
-        )
-    yield from (f"  {line}" for line in table(pods))
+def _timeless(lines: list[str]) -> list[str]:
+    """Without ages, which change all the time."""
+    import re
+
+    return [re.sub(r"\b(\d+[smhd])+\b *", "", line) for line in lines]
 
 
 # ---------------------------------------------------------------- down
@@ -158,9 +180,10 @@ def _details(state: LocalState) -> Iterable[str]:
 
 def down(args: argparse.Namespace) -> int:
     """Stop a service: SIGTERM to its `kvern up`, which drains. Waits until it has ended."""
-    running = [state for state in _chosen(args) if state.running]
+    running = [state for state in place.local_states(args) if state.running]
     if not running:
-        print(f"kvern down: {_unknown(args.name)}" if args.name else "kvern down: nothing runs", file=sys.stderr)
+        text = place.unknown_locally(args.name, read_all()) if args.name else "nothing runs"
+        print(f"kvern down: {text}", file=sys.stderr)
         return 1
     if len(running) > 1:
         names = ", ".join(f"{s.namespace}/{s.name}" for s in running)

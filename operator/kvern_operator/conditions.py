@@ -1,16 +1,20 @@
 """Conditions: recomputed whole on every pass, each with a reason for programs and a sentence for people. Pure.
 
 lastTransitionTime moves only where a status changes. Hidden causes (a crash loop, an exit code, an image that cannot be
-pulled, a pod that fits nowhere) come up from the pods.
+pulled, a pod that fits nowhere) come up from causes.py.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Literal
 
+from kvern_operator.advice import advice
 from kvern_operator.api.status import Condition, ConditionType, InferenceServiceStatus
 from kvern_operator.api.types import InferenceServiceSpec
+from kvern_operator.causes import Cause, Surroundings, find_cause
 from kvern_operator.desired.layout import Layout
 from kvern_operator.desired.meta import ENGINE, ROUTER
 from kvern_operator.observed import Pod
@@ -34,6 +38,24 @@ class View:
     layouts: frozenset[Layout]  # of the ready replicas
     url: str
     ignored: tuple[str, ...]
+    around: Surroundings
+
+    @cached_property
+    def cause(self) -> Cause | None:
+        """What keeps it from what the spec asks, if anything does."""
+        return find_cause(self.pods, self.around)
+
+    @property
+    def blocked(self) -> Cause | None:
+        """The cause, where it keeps replicas of the present spec from answering."""
+        held = self.current_ready < self.desired or bool(self.around.refusals)
+        return self.cause if held and not self.spec.suspend else None
+
+    @property
+    def on_cpu(self) -> list[Pod]:
+        """Ready engine pods that have a GPU by Kubernetes' account and compute on the CPU."""
+        engines = [p for p in self.pods if p.component == ENGINE and p.ready]
+        return [p for p in engines if p.device.startswith("cpu")] if self.spec.resources.gpus_per_pod else []
 
     @property
     def router_ready(self) -> bool:
@@ -63,14 +85,17 @@ def compute(view: View, previous: InferenceServiceStatus | None, generation: int
     }
     if view.ignored:
         verdicts["FieldsIgnored"] = ("True", "NotSupportedHere", "; ".join(view.ignored))
-    return [_condition(type_, verdict, previous, generation, now) for type_, verdict in verdicts.items()]
+    return [condition(type_, verdict, previous, generation, now) for type_, verdict in verdicts.items()]
 
 
-def _condition(
+def condition(
     type_: ConditionType, verdict: Verdict, previous: InferenceServiceStatus | None, generation: int, now: datetime
 ) -> Condition:
     before = previous.condition(type_) if previous else None
     status, reason, message = verdict
+    reason = (
+        re.sub(r"[^A-Za-z0-9]|^[0-9]+", "", reason)[:128] or "Unknown"
+    )  # words of others: a condition takes no other
     since = before.last_transition_time if before is not None and before.status == status else now
     if len(message) > 2048:
         message = message[:2045] + "..."
@@ -84,30 +109,6 @@ def _condition(
     )
 
 
-# ---------------------------------------------------------------- causes
-
-
-def cause(pods: Iterable[Pod]) -> tuple[str, str] | None:
-    """(reason, message) of the trouble to hear of first: engines before routers, the most restarts first."""
-    troubled = [p for p in pods if p.reason and not p.terminating]
-    if not troubled:
-        return None
-    worst = min(troubled, key=lambda p: (p.component != ENGINE, p.ready, -p.restarts, p.name))
-    others = len(troubled) - 1
-    return worst.reason, _story(worst) + (f" (and {others} more)" if others else "")
-
-
-def _story(pod: Pod) -> str:
-    text = f"{pod.component} {pod.name}: {pod.message or pod.reason}"
-    if pod.exit_code is not None:
-        text += f", exit code {pod.exit_code}"
-    if pod.restarts:
-        text += f", {pod.restarts} restart{'s' if pod.restarts > 1 else ''}"
-    if pod.last_log:
-        text += f'; last line: "{pod.last_log}"'
-    return text
-
-
 def _names(pods: Iterable[Pod]) -> str:
     names = sorted(p.name for p in pods)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -119,28 +120,49 @@ def _names(pods: Iterable[Pod]) -> str:
 def _ready(view: View) -> Verdict:
     if view.spec.suspend:
         return "False", "Suspended", "spec.suspend is true; set it to false to start"
-    found = cause(view.pods)
-    if found and view.current_ready < view.desired:
-        return "False", *found
+    if view.blocked:
+        return "False", view.blocked.reason, view.blocked.message
     if view.desired == 0:
-        held = "requests are held" if view.spec.router.mode == "Embedded" else "nothing answers"
-        status: Literal["True", "False"] = "True" if view.router_ready and view.total == 0 else "False"
-        return status, "ScaledToZero", f"no replica is wanted; {held}"
+        return _at_zero(view)
     if view.current_ready < view.desired:
         old = view.ready - view.current_ready
         if old > 0:
             text = f"{view.current_ready} of {view.desired} replicas run the present spec, {old} an older one"
             return "False", "RollingOut", text
-        return "False", "Loading", f"{view.current_ready} of {view.desired} replicas answer; {_loading(view)}"
+        reason, doing = _loading(view)
+        return "False", reason, f"{view.current_ready} of {view.desired} replicas answer; {doing}"
     if not view.router_ready:
-        reason, message = found or ("RouterNotReady", "the router does not answer yet")
-        return "False", reason, message
-    return "True", "AllReplicasReady", f"{view.desired} of {view.desired} replicas answer at {view.url}"
+        return _no_router(view)
+    text = f"{view.desired} of {view.desired} replicas answer at {view.url}"
+    return "True", "AllReplicasReady", text + (", computing on the CPU" if view.on_cpu else "")
 
 
-def _loading(view: View) -> str:
-    loading = [p for p in view.pods if p.component == ENGINE and not p.ready and not p.terminating]
-    return f"{_names(loading)} loading" if loading else "waiting for pods"
+def _at_zero(view: View) -> Verdict:
+    if not view.router_ready and view.cause:
+        return _no_router(view)
+    held = "requests are held" if view.spec.router.mode == "Embedded" else "nothing answers"
+    status: Literal["True", "False"] = "True" if view.router_ready and view.total == 0 else "False"
+    return status, "ScaledToZero", f"no replica is wanted; {held}"
+
+
+def _no_router(view: View) -> Verdict:
+    found = view.cause or Cause("RouterNotReady", "the router does not answer yet")
+    return "False", found.reason, found.message
+
+
+def _loading(view: View) -> tuple[str, str]:
+    """How far the replicas are that do not answer yet: (reason, words)."""
+    engines = [p for p in view.pods if p.component == ENGINE and not p.ready and not p.terminating]
+    stages = (
+        ("Scheduling", "scheduling", "waiting for a node"),
+        ("Creating", "creating", "being created (image, volumes)"),
+        ("Loading", "", "loading"),
+    )
+    for reason, stage, words in stages:
+        chosen = [p for p in engines if p.stage == stage]
+        if chosen:
+            return reason, f"{_names(chosen)} {words}"
+    return "Loading", "waiting for pods"
 
 
 def _available(view: View) -> Verdict:
@@ -154,18 +176,16 @@ def _available(view: View) -> Verdict:
         return "False", "Suspended", "spec.suspend is true"
     if view.desired == 0:
         return "False", "ScaledToZero", "no replica is wanted"
-    reason, message = cause(view.pods) or (
-        ("RouterNotReady", "the router does not answer yet") if view.ready else ("NoReplicaReady", _loading(view))
-    )
-    return "False", reason, message
+    if view.cause:
+        return "False", view.cause.reason, view.cause.message
+    return _no_router(view) if view.ready else ("False", "NoReplicaReady", _loading(view)[1])
 
 
 def _progressing(view: View) -> Verdict:
+    if view.blocked:
+        return "False", view.blocked.reason, f"stalled: {view.blocked.message}"
     if view.settled:
         return "False", "Complete", "everything is as the spec says"
-    found = cause(view.pods)
-    if found and view.current_ready < view.desired:
-        return "False", found[0], f"stalled: {found[1]}"
     parts = []
     if view.current < view.desired:
         parts.append(f"{view.desired - view.current} replicas to start")
@@ -224,7 +244,13 @@ def _parallelism(view: View) -> Verdict:
 
 
 def _degraded(view: View) -> Verdict:
-    found = cause(view.pods)
-    if found:
-        return "True", *found
+    if view.cause:
+        return "True", view.cause.reason, view.cause.message
+    if view.on_cpu:
+        gpus = view.spec.resources.gpus_per_pod
+        text = (
+            f"spec.resources.gpusPerPod is {gpus}, but {_names(view.on_cpu)} found no CUDA device and computes on the "
+            f"CPU; {advice('ComputesOnCPU')}"
+        )
+        return "True", "ComputesOnCPU", text
     return "False", "AsExpected", "no pod is in trouble"

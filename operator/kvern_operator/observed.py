@@ -5,7 +5,7 @@ The operator's observer reads the API server's objects, `kvern up`'s its own pro
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from kvern_operator.api.status import InferenceServiceStatus
 
@@ -34,22 +34,56 @@ class Pod:
     admin_address: str = ""
     in_flight: int | None = None  # requests running and waiting; None: not known
     feasible: tuple[tuple[int, int], ...] = ()  # (tensor size, tokens of KV cache) as the pod reports them
+    device: str = ""  # what it computes on, as it reports it: "cpu", "cuda:0 NVIDIA H200"; "": not known
     restarts: int = 0
     reason: str = ""
     message: str = ""
     exit_code: int | None = None
     last_log: str = ""
+    # What it waits for before it can load: "scheduling" | "creating" (volumes, image); "" once its container runs.
+    stage: Literal["", "scheduling", "creating"] = ""
+    # When it was given a node, its container last started, it last became ready; None: not yet, or not known.
+    scheduled: datetime | None = None
+    started: datetime | None = None
+    ready_since: datetime | None = None
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A Warning Event of one of the service's objects, the newest of its reason. `uid` is that of the object, "" where
+    it is not known: names are used again."""
+
+    kind: str  # StatefulSet | ReplicaSet | Deployment | Pod | PersistentVolumeClaim
+    name: str
+    reason: str  # FailedCreate, FailedMount, ...
+    message: str
+    uid: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The API server does not take an object that a plan holds. `revision` is its label kvern.dev/revision, "" where
+    it has none; `message` is the API server's."""
+
+    kind: str
+    revision: str
+    message: str
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class Observed:
     """Everything that exists for one service.
 
-    `children` are as they were applied, without what the API server sets (managedFields, resourceVersion, status).
-    `spare_replicas`: how many more replicas would fit; None: not known.
+    `children` are live objects; what the API server adds to them (defaults, managedFields, status) does no harm.
+    `spare_replicas`: how many more replicas would fit; None: not known. `admin_secret`: the admin Secret is known to
+    exist though it is not among the children, since nobody may read it.
     """
 
     children: tuple[Object, ...] = ()
     pods: tuple[Pod, ...] = ()
     status: InferenceServiceStatus | None = None
     spare_replicas: int | None = None
+    admin_secret: bool = False
+    notices: tuple[Notice, ...] = ()
+    refusals: tuple[Refusal, ...] = ()

@@ -7,38 +7,33 @@ Whoever calls it applies the plan: `kvern up` to processes, the operator to a cl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from kvern_operator.api.base import parse_time
-from kvern_operator.api.status import (
-    AutoscalingStatus,
-    CacheStatus,
-    Capacity,
-    Decision,
-    FeasibleSize,
-    InferenceServiceStatus,
-    ParallelismStatus,
-    Revision,
-)
+from kvern_operator.api.status import InferenceServiceStatus
 from kvern_operator.api.types import InferenceService, InferenceServiceSpec
-from kvern_operator.conditions import View, compute
-from kvern_operator.desired import engine, meta, router, services
+from kvern_operator.desired import engine, meta, monitor, network, router, services
 from kvern_operator.desired.layout import Layout, parse_layout, wanted_layout
 from kvern_operator.observed import Object, Observed, Pod
+from kvern_operator.reporting import Pass, invalid_spec, status_of
 from kvern_operator.rollout import Moves, Replica, plan_moves
 from kvern_operator.settings import Settings
 
-HISTORY = 10  # decisions kept in status
 DEFAULTS = Settings()
+# What the kubelet says of an image that it cannot get.
+NO_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError"})
+
+__all__ = ["Plan", "desired_replicas", "invalid_spec", "not_acted_upon", "reconcile", "replicas_of"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do, in this order: apply, resume, drain, delete, then write status.
+    """What to do, in this order: dry_run, apply, resume, drain, delete, then write status.
 
     `apply` holds objects that are missing or differ, `delete` (kind, name) of children. `drain` and `resume` name pods
     to be told through their admin port (asking twice does no harm). `notes` say what changes and why, for events and
-    logs. `requeue_after` is in seconds; None: nothing to wait for but events.
+    logs. `requeue_after` is in seconds; None: nothing to wait for but events. `dry_run` are objects that spec.overrides
+    has a part in and that the API server has not seen: where it refuses one, nothing of the plan is carried out, and
+    another is made with Observed.refusals.
     """
 
     apply: tuple[Object, ...]
@@ -48,6 +43,7 @@ class Plan:
     status: InferenceServiceStatus
     notes: tuple[str, ...] = ()
     requeue_after: float | None = None
+    dry_run: tuple[Object, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -87,16 +83,16 @@ def not_acted_upon(spec: InferenceServiceSpec) -> list[str]:
 # ---------------------------------------------------------------- replicas
 
 
-def replicas_of(service: InferenceService, observed: Observed) -> list[Replica]:
+def replicas_of(service: InferenceService, observed: Observed, settings: Settings = DEFAULTS) -> list[Replica]:
     """The replicas that exist, from their StatefulSets and pods."""
     revision, layout = engine.revision(service.spec), str(wanted_layout(service.spec))
-    found = []
+    image, found = engine.wanted_image(service, settings), []
     for obj in observed.children:
         index = meta.replica_index(service.metadata.name, obj["metadata"]["name"])
         if obj["kind"] != "StatefulSet" or index is None:
             continue
         name = obj["metadata"]["name"]
-        pods = [p for p in observed.pods if p.owner == name]
+        pods, size = [p for p in observed.pods if p.owner == name], meta.as_applied(obj)["spec"]["replicas"]
         alive = [p for p in pods if not p.terminating]
         since = meta.annotation(obj, meta.DRAINING_SINCE)
         known = [p.in_flight for p in pods if p.served]
@@ -105,8 +101,9 @@ def replicas_of(service: InferenceService, observed: Observed) -> list[Replica]:
                 name=name,
                 index=index,
                 current=obj["metadata"]["labels"].get(meta.REVISION_LABEL) == revision
-                and meta.annotation(obj, meta.LAYOUT) == layout,
-                ready=len(alive) >= obj["spec"]["replicas"] and all(p.ready for p in alive),
+                and meta.annotation(obj, meta.LAYOUT) == layout
+                and not _lost_image(pods, obj, image),
+                ready=len(alive) >= size and all(p.ready for p in alive),
                 served=any(p.served for p in pods),
                 running=any(p.running for p in pods),
                 unschedulable=any(p.reason == "Unschedulable" for p in pods),
@@ -115,6 +112,14 @@ def replicas_of(service: InferenceService, observed: Observed) -> list[Replica]:
             )
         )
     return found
+
+
+def _lost_image(pods: Iterable[Pod], workload: Object, image: str) -> bool:
+    """Whether none of its pods can get its image, and another one would be used today. Templates are frozen, but not
+    on an image that never ran: that the operator's settings have been corrected is what everybody waits for."""
+    waiting = [p for p in pods if not p.terminating]
+    lost = bool(waiting) and all(p.reason in NO_IMAGE for p in waiting)
+    return lost and engine.image_of(meta.as_applied(workload)["spec"]["template"]) != image
 
 
 def _taken(service: InferenceService, replicas: list[Replica], pods: Iterable[Pod]) -> set[int]:
@@ -139,30 +144,27 @@ def _replica_objects(
 ) -> list[Object]:
     """StatefulSets and layouts that shall exist. Those that run are kept as they are: a template is frozen with its
     revision, whatever a newer operator would build."""
-    live = {meta.key(obj): obj for obj in observed.children}
     wanted = []
-    for (kind, name), obj in live.items():
+    for live in observed.children:
+        (kind, name), obj = meta.key(live), meta.as_applied(live)
         if kind != "StatefulSet" or name in moves.delete:
             continue
         if name in moves.drain:
             obj = meta.with_annotations(obj, **{meta.DRAINING_SINCE: now.isoformat()})
         elif name in moves.resume:
             obj = meta.with_annotations(obj, **{meta.DRAINING_SINCE: None})
-        wanted.append(_bare(obj))
-        layout = live.get(("ConfigMap", f"{name}-layout"))
-        parsed = parse_layout(meta.annotation(obj, meta.LAYOUT)) or wanted_layout(service.spec)
-        wanted.append(_bare(layout) if layout else engine.layout_map(service, name, parsed))
+        layout = parse_layout(meta.annotation(obj, meta.LAYOUT)) or wanted_layout(service.spec)
+        wanted += [obj, *_beside(service, name, layout, obj["spec"]["replicas"])]
     for name in names:
-        layout_ = wanted_layout(service.spec)
-        wanted += [
-            engine.stateful_set(service, name, layout_, settings),
-            engine.layout_map(service, name, layout_),
-        ]
+        layout, pods = wanted_layout(service.spec), service.spec.resources.nodes_per_replica
+        wanted += [engine.stateful_set(service, name, layout, settings), *_beside(service, name, layout, pods)]
     return wanted
 
 
-def _bare(obj: Object) -> Object:
-    return meta.with_annotations(obj, **{meta.APPLIED_HASH: None})
+def _beside(service: InferenceService, name: str, layout: Layout, pods: int) -> list[Object]:
+    """What a replica needs beside its StatefulSet."""
+    policy = [network.replica_policy(service, name)] if pods > 1 else []
+    return [engine.layout_map(service, name, layout), *policy]
 
 
 # ---------------------------------------------------------------- the rest of the objects
@@ -174,121 +176,56 @@ def _surroundings(
     spec = service.spec
     routers = settings.router_replicas or spec.router.replicas
     wanted = [services.public_service(service), services.headless_service(service)]
-    wanted += [services.admin_secret(service, settings), *services.cache_claims(service)]
+    wanted += [services.service_account(service), *services.cache_claims(service)]
+    wanted.append(network.engine_policy(service, settings))
+    if not observed.admin_secret:
+        wanted.append(services.admin_secret(service, settings))
+    if settings.pod_monitors:
+        wanted.append(monitor.pod_monitor(service))
     if spec.router.mode == "Embedded":
         anyone_left = any(obj["kind"] == "StatefulSet" for obj in observed.children)
         count = 0 if spec.suspend and not anyone_left else routers
         wanted.append(router.replica_map(service, router.replica_file(service, observed.pods, leaving)))
-        wanted.append(_router_deployment(service, observed, count, settings))
+        wanted.append(network.router_policy(service))
+        wanted += _router_deployment(service, observed, count, settings)
     else:
         routers = 0
     return wanted + services.disruption_budgets(service, n, routers)
 
 
-def _router_deployment(service: InferenceService, observed: Observed, count: int, settings: Settings) -> Object:
+def _router_deployment(service: InferenceService, observed: Observed, count: int, settings: Settings) -> list[Object]:
+    """The router's Deployment, unless the API server refuses the only one there could be."""
     built = router.deployment(service, count, settings)
     live = next((o for o in observed.children if meta.key(o) == meta.key(built)), None)
     same = live is not None and live["metadata"]["labels"].get(meta.REVISION_LABEL) == router.revision(service)
-    if live is None or not same:
-        return built
+    refused = _refused(observed, "Deployment", router.revision(service))
+    if live is None:
+        return [] if refused else [built]
+    if refused:
+        kept = meta.as_applied(live)
+        return [{**kept, "spec": {**kept["spec"], "replicas": count}}]
+    pods = [p for p in observed.pods if p.owner == built["metadata"]["name"]]
+    if not same or _lost_image(pods, live, engine.image_of(built["spec"]["template"])):
+        return [built]
     # Frozen with its revision, as the engines are: an upgrade of the operator restarts no router.
-    return {**built, "spec": {**built["spec"], "template": live["spec"]["template"]}}
+    return [{**built, "spec": {**built["spec"], "template": meta.as_applied(live)["spec"]["template"]}}]
 
 
-# ---------------------------------------------------------------- status
+def _refused(observed: Observed, kind: str, revision: str) -> bool:
+    """Whether the API server does not take what spec.overrides makes of this revision."""
+    return any(r.kind == kind and r.revision == revision for r in observed.refusals)
 
 
-def _decision(
-    service: InferenceService, desired: int, previous: InferenceServiceStatus | None, now: datetime
-) -> AutoscalingStatus:
-    before = previous.autoscaling if previous else AutoscalingStatus()
-    seen = previous is not None and before.last_decision is not None
-    last = previous.desired_replicas if previous is not None and seen else 0
-    if seen and last == desired:
-        return before
-    why = "suspended" if service.spec.suspend else f"spec.replicas is {service.spec.replicas}"
-    made = Decision(time=now, from_=last, to=desired, reason=why)
-    return AutoscalingStatus(last_decision=made, history=[*before.history, made][-HISTORY:])
-
-
-def _parallelism_status(
-    layout: Layout,
-    layouts: frozenset[Layout],
-    pods: Iterable[Pod],
-    previous: InferenceServiceStatus | None,
-    now: datetime,
-) -> ParallelismStatus:
-    before = previous.parallelism if previous else ParallelismStatus()
-    changed = now if before.target not in (None, layout.tensor) else before.last_change_time
-    sizes = {x.tensor for x in layouts}
-    return ParallelismStatus(
-        current=sizes.pop() if len(sizes) == 1 else None,
-        target=layout.tensor,
-        recommended=before.recommended,
-        feasible=_feasible(pods) or before.feasible,
-        last_change_time=changed,
-    )
-
-
-def _feasible(pods: Iterable[Pod]) -> list[FeasibleSize]:
-    """What the replicas report; where they differ, the least."""
-    least: dict[int, int] = {}
-    for pod in pods:
-        for size, tokens in pod.feasible:
-            least[size] = min(tokens, least.get(size, tokens))
-    return [FeasibleSize(size=size, kv_tokens=least[size]) for size in sorted(least)]
-
-
-def _status(
-    service: InferenceService,
-    observed: Observed,
-    replicas: list[Replica],
-    desired: int,
-    now: datetime,
-    settings: Settings,
-) -> InferenceServiceStatus:
-    spec, previous, layout = service.spec, observed.status, wanted_layout(service.spec)
-    sets = {o["metadata"]["name"]: o for o in observed.children if o["kind"] == "StatefulSet"}
-    ready = [r for r in replicas if r.ready and not r.leaving]
-    parsed = (parse_layout(meta.annotation(sets[r.name], meta.LAYOUT)) for r in ready)
-    layouts = frozenset(x for x in parsed if x is not None)
-    present = [r for r in replicas if r.current and not r.leaving]
-    view = View(
-        spec=spec,
-        desired=desired,
-        total=len(replicas),
-        current=len(present),
-        current_ready=sum(r.ready for r in present),
-        ready=len(ready),
-        leaving=sum(r.leaving for r in replicas),
-        pods=observed.pods,
-        layout=layout,
-        layouts=layouts,
-        url=services.url(service, settings),
-        ignored=(*not_acted_upon(spec), *settings.ignored),
-    )
-    revisions = {sets[r.name]["metadata"]["labels"][meta.REVISION_LABEL] for r in ready}
-    before = previous.revision.current if previous else None
-    parallelism = _parallelism_status(layout, layouts, observed.pods, previous, now)
-    phase: Any = "None" if spec.cache is None else "Ready" if ready else "Pending"
-    return InferenceServiceStatus(
-        observed_generation=service.metadata.generation,
-        replicas=len(replicas),
-        ready_replicas=len(ready),
-        desired_replicas=desired,
-        selector=",".join(f"{k}={v}" for k, v in meta.selector(service, meta.ENGINE).items()),
-        url=view.url,
-        model=spec.model.served_name,
-        parallelism=parallelism,
-        capacity=Capacity(
-            gpus=sum(int(meta.annotation(o, meta.GPUS) or 0) for o in sets.values()),
-            kv_tokens_per_replica=next((f.kv_tokens for f in parallelism.feasible if f.size == layout.tensor), None),
-        ),
-        autoscaling=_decision(service, desired, previous, now),
-        revision=Revision(current=revisions.pop() if len(revisions) == 1 else before, updated=engine.revision(spec)),
-        cache=CacheStatus(phase=phase),
-        conditions=compute(view, previous, service.metadata.generation, now),
-    )
+def _to_dry_run(service: InferenceService, observed: Observed, free_name: str, settings: Settings) -> list[Object]:
+    """Objects that spec.overrides has a part in, of revisions that the API server has not seen."""
+    spec, found = service.spec, []
+    seen = {(o["kind"], o["metadata"].get("labels", {}).get(meta.REVISION_LABEL)) for o in observed.children}
+    seen |= {(r.kind, r.revision) for r in observed.refusals}
+    if spec.overrides.pod_template and ("StatefulSet", engine.revision(spec)) not in seen:
+        found.append(engine.stateful_set(service, free_name, wanted_layout(spec), settings))
+    if spec.overrides.router_pod_template and ("Deployment", router.revision(service)) not in seen:
+        found.append(router.deployment(service, spec.router.replicas, settings))
+    return [meta.stamped(obj) for obj in found]
 
 
 # ---------------------------------------------------------------- the decision
@@ -298,9 +235,10 @@ def reconcile(service: InferenceService, observed: Observed, now: datetime, sett
     """The plan for one service. `now` is aware; the plan's times are in UTC with whole seconds."""
     exact, now = now.astimezone(UTC), parse_time(now)
     desired = desired_replicas(service.spec)
-    replicas = replicas_of(service, observed)
-    moves = plan_moves(replicas, desired, service.spec.rollout, exact, observed.spare_replicas)
-    names = _new_names(service, _taken(service, replicas, observed.pods), moves.add)
+    replicas = replicas_of(service, observed, settings)
+    moves = _moves(service, observed, replicas, desired, exact)
+    names = _new_names(service, _taken(service, replicas, observed.pods), max(moves.add, 1))
+    free_name, names = names[0], names[: moves.add]
     marked = {r.name for r in replicas if r.leaving}
     leaving = frozenset((marked | set(moves.drain)) - set(moves.resume))
 
@@ -316,15 +254,28 @@ def reconcile(service: InferenceService, observed: Observed, now: datetime, sett
         delete=tuple(sorted(obsolete, key=lambda k: (-meta.KINDS.index(k[0]), k[1]))),
         drain=_to_tell(observed.pods, moves.tell, draining=True),
         resume=_to_tell(observed.pods, {r.name for r in replicas} - leaving, draining=False),
-        status=_status(service, observed, replicas, desired, now, settings),
+        status=status_of(Pass(service, observed, replicas, desired, now, settings, (*not_acted_upon(service.spec),))),
         notes=tuple(_notes(service, replicas, moves, names, desired)),
         requeue_after=moves.wait.total_seconds() if moves.wait is not None else None,
+        dry_run=tuple(_to_dry_run(service, observed, free_name, settings)),
     )
 
 
+def _moves(
+    service: InferenceService, observed: Observed, replicas: list[Replica], desired: int, now: datetime
+) -> Moves:
+    """What to do with the replicas; while the API server refuses their present template, none of it is started and
+    none of the old ones goes for it."""
+    rollout = service.spec.rollout
+    if _refused(observed, "StatefulSet", engine.revision(service.spec)):
+        staying = sum(not r.leaving for r in replicas)
+        desired, rollout = min(desired, staying), rollout.model_copy(update={"paused": True})
+    return plan_moves(replicas, desired, rollout, now, observed.spare_replicas)
+
+
 def _outlives(obj: Object) -> bool:
-    """A claim is never deleted by reconcile: its owner reference, if it has one, does that."""
-    return bool(obj["kind"] == "PersistentVolumeClaim")
+    """What reconcile never deletes; owner references do, where there are any."""
+    return bool(obj["kind"] in ("PersistentVolumeClaim", "Secret"))
 
 
 def _to_tell(pods: Iterable[Pod], owners: Iterable[str], *, draining: bool) -> tuple[str, ...]:

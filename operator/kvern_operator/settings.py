@@ -14,7 +14,11 @@ class Settings:
 
     engine_image: str = f"ghcr.io/kvern/engine:{__version__}"
     operator_image: str = f"ghcr.io/kvern/operator:{__version__}"  # carries the router
+    image_pull_policy: str = ""  # Always | IfNotPresent | Never; "": the cluster's default
+    image_pull_secrets: tuple[str, ...] = ()  # names of Secrets in the namespaces of the services
     cluster_domain: str = "cluster.local"
+    namespace: str = ""  # where the operator runs; "": not in a cluster
+    pod_monitors: bool = False  # the cluster knows the Prometheus operator's PodMonitor
     # The admin token of a service is HMAC(operator_key, UID): the same after every restart, never read back.
     operator_key: bytes = b""
     # How long a terminating router goes on accepting, until every node has forgotten its endpoint.

@@ -1,6 +1,16 @@
-"""Makes the helpers beside the tests importable: tests/ holds no packages (see pyproject.toml)."""
+"""Makes the helpers beside the tests importable: tests/ holds no packages (see pyproject.toml). No test sees a cluster
+of the machine that it runs on.
+"""
 
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(tmp_path, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

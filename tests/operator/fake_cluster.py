@@ -26,6 +26,37 @@ def service(spec: str = "", name: str = "smol", generation: int = 1) -> Inferenc
     return load_text(text)
 
 
+def as_stored(obj: dict, key: str = "") -> dict:
+    """An object as the API server gives it back: quantities in canonical form, empty values left out, defaults and its
+    own fields added."""
+    stored = _canonical(obj)
+    metadata = stored["metadata"] | {"uid": f"uid-{obj['metadata']['name']}", "resourceVersion": "7", "generation": 1}
+    metadata["managedFields"] = [{"manager": "kvern", "operation": "Apply"}]
+    return stored | {"metadata": metadata, "status": {"observedGeneration": 1}}
+
+
+DEFAULTS = {
+    "containers": {"terminationMessagePath": "/dev/termination-log", "imagePullPolicy": "IfNotPresent"},
+    "ports": {"protocol": "TCP"},
+    "template": {"metadata": {"creationTimestamp": None}},
+    "httpGet": {"scheme": "HTTP"},
+    "startupProbe": {"successThreshold": 1},
+}
+CANONICAL = {"0.5": "500m", "1024Mi": "1Gi", "2000m": "2", 2: "2", 8: "8"}
+
+
+def _canonical(value: object, key: str = "") -> object:
+    if isinstance(value, dict):
+        inner = {k: _canonical(v, k) for k, v in value.items() if v not in (None, "", {}, [])}
+        quantities = key in ("requests", "limits")
+        inner = {k: CANONICAL.get(v, v) if quantities else v for k, v in inner.items()}
+        added = {k: v for k, v in DEFAULTS.get(key, {}).items() if k not in inner}
+        return inner | added
+    if isinstance(value, list):
+        return [_canonical(item, key) for item in value]
+    return value
+
+
 @dataclass
 class FakeCluster:
     """`step` is one pass of reconcile; `let_pods_start`, `kill` and so on are what the world does between passes."""
@@ -48,7 +79,7 @@ class FakeCluster:
     def step(self, svc: InferenceService) -> Plan:
         plan = self.plan(svc)
         for obj in plan.apply:
-            self.objects[meta.key(obj)] = obj
+            self.objects[meta.key(obj)] = as_stored(obj)
         for name in plan.drain:
             self.pods[name] = replace(self.pods[name], draining=True, ready=False)
         for name in plan.resume:

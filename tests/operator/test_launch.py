@@ -9,11 +9,11 @@ from fake_cluster import service
 from kvern_cli import main as cli
 from kvern_cli.ask import curl_line
 from kvern_cli.local import logs
-from kvern_cli.local.cluster import write_atomically
+from kvern_cli.local.files import write_atomically
 from kvern_cli.local.gpus import GpuPool, visible_gpus
 from kvern_cli.local.launch import environment_for, launch
 from kvern_cli.local.limits import refusals, warnings
-from kvern_cli.status import age, table
+from kvern_cli.words import age, table
 from kvern_cli.up import choose_port, parse_claims
 from kvern_cli.view import PlainView, RichView, Row, make_view
 from kvern_operator.api.base import parse_time
@@ -36,7 +36,7 @@ def test_an_engine_as_a_process():
     )
     assert made.environment == {
         "KVERN_TENSOR_PARALLEL_SIZE": "2",
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "CUDA_VISIBLE_DEVICES": "1,3",
     }
@@ -234,13 +234,13 @@ def test_a_curl_line_survives_the_shell():
 
 def test_validate(tmp_path, capsys):
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
-    text = "apiVersion: kvern.dev/v1alpha1\nkind: InferenceService\nmetadata: {name: a}\nspec:\n  model: {uri: 'builtin://x'}\n"
+    text = "apiVersion: kvern.dev/v1alpha1\nkind: InferenceService\nmetadata: {name: a}\nspec:\n  model: {uri: 'builtin://tiny-kjv'}\n"
     good.write_text(text + "  router: {limits: {tokensPerMinute: 5}}\n")
     bad.write_text(text + "  replica: 1\n")
     assert cli.main(["validate", str(good), str(bad)]) == 1
     out, err = capsys.readouterr()
     assert out.splitlines() == [
-        f"{good}: valid: a serves x, replicas 1",
+        f"{good}: valid: a serves tiny-kjv, replicas 1",
         f"{good}: note: spec.router.limits: rate limits are not kept yet",
     ]
     assert err == f"{bad}:6: spec.replica: unknown field; did you mean replicas?\n"

@@ -354,7 +354,8 @@ async def test_gpus_are_handed_out_and_what_does_not_fit_is_unschedulable(make_u
     up.start(timeout=None)
     await up.until(lambda: up.condition("Ready")["reason"] == "Unschedulable")
     assert up.condition("Ready")["message"] == (
-        "engine fake-r1-0: 0/1 nodes are available: 2 nvidia.com/gpu wanted, 1 free of 3"
+        "engine fake-r1-0: 0/1 nodes are available: 2 nvidia.com/gpu wanted, 1 free of 3; "
+        "ask for less in spec.resources, or add nodes"
     )
     await up.until(lambda: up.condition("Available")["status"] == "True")
     await up.until(lambda: "kvTokensPerReplica" in up.document["service"]["status"]["capacity"])
@@ -382,7 +383,7 @@ async def test_status_shows_columns_conditions_and_pods(make_up, capsys):
     assert main(["status", "fake"]) == 0
     out = capsys.readouterr().out
     assert "Ready               True" in out and "1 of 1 replicas answer at" in out
-    assert "Last decision: 0 -> 1 replicas at 20" in out and "spec.replicas is 1" in out
+    assert "Last decision   0 -> 1 replicas, " in out and "s ago: spec.replicas is 1." in out
     assert "fake-r0-0" in out and "fake-router-0" in out
     assert "FieldsIgnored       True     NotSupportedHere" in out and "rate limits are not kept yet" in out
     assert main(["status", "fake", "-o", "yaml"]) == 0

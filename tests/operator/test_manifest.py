@@ -47,7 +47,7 @@ def errors(text: str) -> list[str]:
         ),
         (
             'engine: {gpuMemoryUtilization: "1.5"}',
-            'spec.engine.gpuMemoryUtilization: "1.5" must be a decimal from 0 to 1 in quotes, such as "0.80"',
+            'spec.engine.gpuMemoryUtilization: "1.5" must be a decimal above 0 and at most 1 in quotes, such as "0.80"',
         ),
         ("engine: {image: true}", 'spec.engine.image: true is a boolean; write it in quotes: "true"'),
         (
@@ -169,29 +169,29 @@ def test_one_mistake_gives_one_line_with_place_value_and_what_is_right(spec, mes
         (f"{HEAD}spec: {{}}", "f.yaml:4: spec.model: is missing"),
         (f"{HEAD}spec: {{model: {{}}}}", "f.yaml:4: spec.model.uri: is missing"),
         (
-            f"{HEAD}spec: {{model: {{uri: 'builtin://x'}}}}\nstats: {{}}",
+            f"{HEAD}spec: {{model: {{uri: 'builtin://tiny-kjv'}}}}\nstats: {{}}",
             "f.yaml:5: stats: unknown field; did you mean status?",
         ),
         (
             f"{HEAD}spec: {{model: {{uri: foo}}}}",
             'f.yaml:4: spec.model.uri: "foo" must be one of hf://org/name, pvc://claim/path, s3://bucket/path, '
-            "oci://registry/name:tag, builtin://smollm2-135m",
+            "oci://registry/name:tag, builtin://smollm2-135m, builtin://tiny-kjv",
         ),
         (
             f"{HEAD}spec: {{model: {{uri: 'hf://a/b', revision: 2024-01-01}}}}",
             'f.yaml:4: spec.model.revision: 2024-01-01 is a date; write it in quotes: "2024-01-01"',
         ),
         (
-            f"{HEAD}spec: {{model: {{uri: 'builtin://x', revision: a}}}}",
+            f"{HEAD}spec: {{model: {{uri: 'builtin://tiny-kjv', revision: a}}}}",
             "f.yaml:4: spec.model.revision: revision is a branch, tag or commit of an hf:// model; leave it out for others "
-            '(uri "builtin://x")',
+            '(uri "builtin://tiny-kjv")',
         ),
         (
-            HEAD.replace("{name: a}", "{name: Big_Name}") + "spec: {model: {uri: 'builtin://x'}}",
+            HEAD.replace("{name: a}", "{name: Big_Name}") + "spec: {model: {uri: 'builtin://tiny-kjv'}}",
             'f.yaml:3: metadata.name: "Big_Name" must be a name of a-z, 0-9 and dashes, a letter first, at most 40 characters',
         ),
         (
-            HEAD.replace("{name: a}", "{name: " + "a" * 41 + "}") + "spec: {model: {uri: 'builtin://x'}}",
+            HEAD.replace("{name: a}", "{name: " + "a" * 41 + "}") + "spec: {model: {uri: 'builtin://tiny-kjv'}}",
             "f.yaml:3: metadata.name: has 41 characters; at most 40 are allowed",
         ),
     ],
@@ -245,7 +245,7 @@ def test_a_full_manifest_keeps_what_it_says():
 
 
 def test_the_name_clients_use_cannot_be_changed():
-    old, new = (load_text(HEAD + f"spec: {{model: {{uri: 'builtin://x', name: {n}}}}}").spec for n in ("a", "b"))
+    old, new = (load_text(HEAD + f"spec: {{model: {{uri: 'builtin://tiny-kjv', name: {n}}}}}").spec for n in ("a", "b"))
     assert immutable_changes(old, old) == []
     assert immutable_changes(old, new) == [
         "spec.model.name: 'b' (was 'a'): the name clients use is immutable; create another InferenceService"

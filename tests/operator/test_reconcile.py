@@ -25,11 +25,14 @@ def replicas_file(cluster: FakeCluster) -> dict:
 def test_first_pass_makes_everything_in_creation_order():
     plan = FakeCluster().plan(service())
     assert [meta.key(o) for o in plan.apply] == [
-        ("Secret", "smol-admin"),
+        ("Secret", "smol-admin-55d89d"),
+        ("ServiceAccount", "smol-pods"),
         ("ConfigMap", "smol-r0-layout"),
         ("ConfigMap", "smol-router"),
         ("Service", "smol"),
         ("Service", "smol-engines"),
+        ("NetworkPolicy", "smol-engines"),
+        ("NetworkPolicy", "smol-router"),
         ("PodDisruptionBudget", "smol-router"),
         ("StatefulSet", "smol-r0"),
         ("Deployment", "smol-router"),
@@ -191,7 +194,7 @@ def test_a_bad_revision_stops_with_the_old_one_serving_and_says_why():
     assert conditions(plan)["Available"] == ("True", "Answering")
     assert conditions(plan)["Ready"] == ("False", "CrashLoopBackOff")
     ready = plan.status.condition("Ready").message
-    assert ready == ('engine smol-r2-0: restarted in 20s, exit code 1, 3 restarts; last line: "ValueError: too long"')
+    assert ready == 'engine smol-r2-0: restarted in 20s, exit code 1, 3 restarts; last line: "ValueError: too long"'
     assert plan.status.condition("Progressing").message == f"stalled: {ready}"
 
 

@@ -48,6 +48,10 @@ BUILTIN_MODELS = {
     ),
 }
 
+# Models that the engine's image carries and nobody publishes: for trying things out. Each is a folder of that name in
+# KVERN_MODELS_DIR, which the image sets.
+BUNDLED_MODELS = {"tiny-kjv": "a Llama of a million weights, trained on the King James Bible"}
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -58,11 +62,15 @@ def cache_dir() -> Path:
 
 
 def builtin_model(name: str) -> BuiltinModel:
-    """The built-in model `name`; raises ModelNotFoundError naming the nearest one."""
+    """The built-in model `name` that a package carries; raises ModelNotFoundError naming the nearest one, or saying
+    where a model lies that no package carries."""
     if name in BUILTIN_MODELS:
         return BUILTIN_MODELS[name]
-    near = difflib.get_close_matches(name, BUILTIN_MODELS, n=1, cutoff=0.4)
-    hint = f"did you mean builtin://{near[0]}?" if near else "there are: " + ", ".join(sorted(BUILTIN_MODELS))
+    known = [*BUILTIN_MODELS, *BUNDLED_MODELS]
+    if name in BUNDLED_MODELS:
+        raise ModelNotFoundError(_bundled_elsewhere(name))
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean builtin://{near[0]}?" if near else "there are: " + ", ".join(sorted(known))
     raise ModelNotFoundError(f"no built-in model {name!r}; {hint}")
 
 
@@ -87,7 +95,20 @@ def resolve_model(spec: str, revision: str | None = None) -> ModelFiles:
     )
 
 
+def _bundled_elsewhere(name: str) -> str:
+    folder = os.environ.get("KVERN_MODELS_DIR")
+    unset = "KVERN_MODELS_DIR, which the image sets, is not set"
+    place = f"there is no folder {Path(folder) / name}" if folder else unset
+    return (
+        f"builtin://{name} comes with the engine's container image and with no package: {place}; "
+        f"elsewhere give the model's folder, in a checkout of Kvern tests/engine/models_data/{name}"
+    )
+
+
 def _resolve_builtin(name: str) -> ModelFiles:
+    folder = os.environ.get("KVERN_MODELS_DIR")
+    if name in BUNDLED_MODELS and folder and (Path(folder) / name).is_dir():
+        return _in_folder(f"builtin://{name}", Path(folder) / name, name)
     model = builtin_model(name)
     spec = importlib.util.find_spec(model.package)  # found, never imported
     folders = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]

@@ -69,6 +69,7 @@ class AdminEndpoints:
             "engines": config.data_parallel_size,
             "pipeline": config.pipeline_parallel_size,
             "devices": config.data_parallel_size * config.pipeline_parallel_size * size,
+            "device": ", ".join(sorted({_device_kind(e.device) for e in engines if e.device})),
             "feasible": [{"size": size, "kvTokens": tokens} for size, tokens in sorted(feasible.items())],
         }
 
@@ -96,6 +97,12 @@ class AdminEndpoints:
             )
         state.layout_generation = asked.generation
         return json_response(self._layout())
+
+
+def _device_kind(device: str) -> str:
+    """`cuda:1 NVIDIA H200` as `cuda NVIDIA H200`: what the devices are, not which one an engine begins at."""
+    where, space, name = device.partition(" ")
+    return where.partition(":")[0] + space + name
 
 
 def create_admin_app(state: ServerState, token: str) -> App:

@@ -161,6 +161,7 @@ class EngineClient:
                 block_size=e.ready.block_size if e.ready else 0,
                 reason=e.reason,
                 feasible=e.ready.feasible if e.ready else {},
+                device=str(e.ready.info.get("device", "")) if e.ready else "",
             )
             for index, e in enumerate(self._engines)
         ]

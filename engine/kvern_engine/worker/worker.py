@@ -7,6 +7,7 @@ sizes) is in `limits.py` and `memory.py`; what a step does is in `runner.py`.
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -367,6 +368,10 @@ def _device(wanted: str, rank: int) -> torch.device:
     if wanted == "cuda" and not cuda:
         raise ValueError("device cuda: torch finds no CUDA device here; use --device cpu or auto")
     if wanted == "cpu" or not cuda:
+        if wanted == "auto" and rank == 0:
+            # A person sees it in the line that says ready; a pod that was given a GPU has nobody who looks.
+            level = logging.INFO if sys.stderr.isatty() else logging.WARNING
+            log.log(level, "device auto: torch finds no CUDA device here; computing on the CPU")
         return torch.device("cpu")
     if rank >= torch.cuda.device_count():
         raise ValueError(f"rank {rank} needs CUDA device {rank}; there are {torch.cuda.device_count()}")

@@ -5,9 +5,7 @@ change when the object does. It observes and carries out; what should exist is d
 """
 
 import asyncio
-import os
 import socket
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from kvern_cli.local.files import write_atomically
 from kvern_cli.local.gpus import GpuPool
 from kvern_cli.local.launch import LOOPBACK, Launch, container_of, container_ports, launch
 from kvern_cli.local.pod import LocalPod, Timing, Unschedulable
@@ -45,20 +44,6 @@ def free_port(taken: set[int]) -> int:
         if port not in taken:
             taken.add(port)
             return port
-
-
-def write_atomically(path: Path, text: str, mode: int = 0o600) -> None:
-    """Readers see the old text or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(mode)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 class LocalCluster:
@@ -191,7 +176,7 @@ class LocalCluster:
 
     def _admin_token(self) -> str:
         for (kind, name), obj in self.objects.items():
-            if kind == "Secret" and name.endswith("-admin"):
+            if kind == "Secret" and name.rpartition("-")[0].endswith("-admin"):
                 return str(obj["stringData"]["token"])
         return ""
 

@@ -87,12 +87,12 @@ def launch(
             unset.append(variable["name"])
         else:
             environment[variable["name"]] = value
-    # HOME belongs to the person who runs this: model caches live there.
+    # HOME belongs to the person who runs this, and so does the hub's cache in it, unless a folder stands for a claim.
     environment.pop("HOME", None)
     environment["PYTHONUNBUFFERED"] = "1"
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return Launch(argv, environment, tuple(name for name in unset if name != "HOME"))
+    return Launch(argv, environment, tuple(name for name in unset if name not in ("HOME", "HF_HOME")))
 
 
 def _local_arguments(args: list[str], numbers: Mapping[int, int], mounts: Mapping[str, Path | None]) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvern_cli.local.cluster import write_atomically
+from kvern_cli.local.files import write_atomically
 
 
 class AlreadyRunning(Exception):

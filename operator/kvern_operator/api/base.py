@@ -14,11 +14,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
+from kvern_operator.api.patterns import DNS_SUBDOMAIN, FRACTION_PATTERN, PERCENT_PATTERN, QUANTITY_PATTERN
+
 MAX_INT32 = 2**31 - 1
 
 
 class Rule(NamedTuple):
-    """A rule over fields of one object. `field` (camelCase, dotted) is to blame; `shows` are printed with it."""
+    """A rule over fields of one object. `field` (camelCase, dotted) is to blame; `shows` are printed with it.
+
+    The API server also tries a rule on the default of its object, which is {}: ask has() for fields with defaults.
+    """
 
     field: str
     cel: str
@@ -89,9 +94,6 @@ def nested(model: type[BaseModel], description: str) -> Any:
 
 # ---------------------------------------------------------------- scalars
 
-DNS_LABEL = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
-DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 ShortText = Annotated[str, Field(min_length=1, max_length=253)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=DNS_SUBDOMAIN)]
@@ -99,11 +101,8 @@ Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Seconds = Annotated[int, Field(ge=0, le=86_400)]
 
-# Kubernetes' API conventions keep floats out of specs; a fraction is a string with at most four decimals.
-FRACTION_PATTERN = r"^(0?\.[0-9]{1,4}|0|1|1\.0{1,4})$"
 Fraction = Annotated[str, Field(max_length=6, pattern=FRACTION_PATTERN)]
 
-QUANTITY_PATTERN = r"^([0-9]+(\.[0-9]+)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
 _FACTORS: dict[str, Decimal] = {
     "": Decimal(1),
     "m": Decimal("0.001"),
@@ -147,8 +146,6 @@ Quantity = Annotated[
     AfterValidator(_check_quantity),
     WithJsonSchema({**_INT_OR_STRING, "pattern": QUANTITY_PATTERN}),
 ]
-
-PERCENT_PATTERN = r"^(0|[1-9][0-9]?|100)%$"
 
 
 def _check_int_or_percent(value: str | int) -> str | int:

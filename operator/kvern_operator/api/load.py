@@ -14,18 +14,11 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kvern_operator.api.base import DNS_LABEL, DNS_SUBDOMAIN, FRACTION_PATTERN
-from kvern_operator.api.types import API_VERSION, KIND, MAX_NAME, URI_PATTERN, InferenceService
+from kvern_operator.api.patterns import RIGHT
+from kvern_operator.api.types import API_VERSION, KIND, InferenceService
 
 Path_ = tuple[str | int, ...]
 Lines = dict[Path_, int]
-
-_PATTERNS = {
-    DNS_LABEL: f"a name of a-z, 0-9 and dashes, a letter first, at most {MAX_NAME} characters",
-    DNS_SUBDOMAIN: "an object's name: a-z, 0-9, dashes and dots",
-    FRACTION_PATTERN: 'a decimal from 0 to 1 in quotes, such as "0.80"',
-    URI_PATTERN: "one of hf://org/name, pvc://claim/path, s3://bucket/path, oci://registry/name:tag, builtin://smollm2-135m",
-}
 
 
 @dataclass(frozen=True)
@@ -222,7 +215,7 @@ def _describe(error: Any) -> str:
         bound = context.get("ge", context.get("le"))
         return f"{show(value)} must be {'at least' if 'ge' in context else 'at most'} {bound}"
     if kind == "string_pattern_mismatch":
-        return f"{show(value)} must be {_PATTERNS.get(context['pattern'], 'text like ' + context['pattern'])}"
+        return f"{show(value)} must be {RIGHT.get(context['pattern'], 'text like ' + context['pattern'])}"
     if kind == "string_too_short":
         return "must not be empty"
     if kind == "string_too_long":

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 from kvern_operator.api.base import KvernModel
+from kvern_operator.api.patterns import RIGHT
 from kvern_operator.api.types import (
     GROUP,
     KIND,
@@ -94,6 +95,8 @@ class _Converter:
                 out["required"] = list(schema["required"])
         if "items" in schema:
             out["items"] = self.convert(schema["items"])
+        if out.get("pattern") in RIGHT:
+            out["x-kubernetes-validations"] = [_pattern_rule(out)]
         self._add_rules(out, name)
         _check_structural(out, name)
         return out
@@ -125,6 +128,14 @@ class _Converter:
 
 def _rule(cel: str, message: str, field: str) -> dict[str, str]:
     return {"rule": cel, "message": message, "fieldPath": f".{field}"}
+
+
+def _pattern_rule(schema: dict[str, Any]) -> dict[str, str]:
+    """A pattern once more as a rule: the API server's message of a pattern is the pattern, that of a rule is words."""
+    pattern = schema["pattern"]
+    quoted = pattern.replace("\\", "\\\\").replace("'", "\\'")
+    number = "type(self) == int || " if "x-kubernetes-int-or-string" in schema else ""
+    return {"rule": f"{number}self.matches('{quoted}')", "message": f"must be {RIGHT[pattern]}"}
 
 
 def _check_structural(schema: dict[str, Any], name: str | None) -> None:

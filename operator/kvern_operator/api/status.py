@@ -102,6 +102,17 @@ class CacheStatus(KvernModel):
     bytes: Annotated[int, Field(ge=0)] | None = field(None, "Bytes that are there.")
 
 
+class Startup(KvernModel):
+    """How long the replica that became ready last took, by what it waited for; whole seconds."""
+
+    pod: ShortText = field(..., "Its first pod.")
+    created: Time = field(..., "When the pod was created.")
+    scheduling_seconds: Count = field(..., "Until it had a node.")
+    creating_seconds: Count = field(..., "Then until its container ran: image, volumes, sandbox.")
+    loading_seconds: Count = field(..., "Then until it was ready: processes, model, memory.")
+    total_seconds: Count = field(..., "All of it.")
+
+
 class InferenceServiceStatus(KvernModel):
     """What the operator found and did."""
 
@@ -113,6 +124,10 @@ class InferenceServiceStatus(KvernModel):
     url: Annotated[str, Field(max_length=512)] = field("", "Base URL for OpenAI clients.")
     model: Annotated[str, Field(max_length=253)] = field("", "Name clients ask for.")
     parallelism: ParallelismStatus = nested(ParallelismStatus, "Layout.")
+    device: Annotated[str, Field(max_length=256)] | None = field(
+        None, "What the ready replicas compute on, as they say: cpu, or the name of the GPU."
+    )
+    startup: Startup | None = field(None, "Time to Ready of the replica that became ready last.")
     capacity: Capacity = nested(Capacity, "What the service holds.")
     autoscaling: AutoscalingStatus = nested(AutoscalingStatus, "Decisions about replicas.")
     revision: Revision = nested(Revision, "Revisions.")

@@ -10,7 +10,6 @@ from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from kvern_operator.api.base import (
-    DNS_LABEL,
     MAX_INT32,
     Count,
     Fraction,
@@ -28,6 +27,7 @@ from kvern_operator.api.base import (
     nested,
 )
 from kvern_operator.api.flags import RESERVED_ARGS, argument_problem
+from kvern_operator.api.patterns import BUILTIN_URIS, DNS_LABEL, MAX_NAME, URI_PATTERN
 from kvern_operator.api.status import InferenceServiceStatus
 
 GROUP = "kvern.dev"
@@ -35,9 +35,6 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "InferenceService"
 PLURAL = "inferenceservices"
-MAX_NAME = 40  # children add up to 12 characters, and a StatefulSet's name may have 52
-
-URI_PATTERN = r"^((hf|pvc|s3|oci)://[^/\s]+/\S+|builtin://[a-z0-9][a-z0-9._-]*)$"
 
 
 class SecretRef(KvernModel):
@@ -64,6 +61,20 @@ class Model(KvernModel):
             lambda m: m.revision is None or m.uri.startswith("hf://"),
             ("uri",),
         ),
+        Rule(
+            "uri",
+            f"!self.uri.startsWith('builtin://') || self.uri in {list(BUILTIN_URIS)!r}",
+            f"the engine has {' and '.join(BUILTIN_URIS)}, and no other model built in",
+            lambda m: not m.uri.startswith("builtin://") or m.uri in BUILTIN_URIS,
+            ("uri",),
+        ),
+        Rule(
+            "uri",
+            "!self.uri.startsWith('pvc://') || !('..' in self.uri.split('/'))",
+            "a path in a claim must not lead out of it: leave out ..",
+            lambda m: not m.uri.startswith("pvc://") or ".." not in m.uri.split("/"),
+            ("uri",),
+        ),
     )
     TRANSITION_RULES = (
         (
@@ -75,7 +86,8 @@ class Model(KvernModel):
 
     uri: Text = field(
         ...,
-        "hf://org/name, pvc://claim/path, s3://bucket/path, oci://registry/name:tag or builtin://smollm2-135m.",
+        "hf://org/name, pvc://claim/path, s3://bucket/path, oci://registry/name:tag, builtin://smollm2-135m or "
+        "builtin://tiny-kjv.",
         pattern=URI_PATTERN,
     )
     revision: ShortText | None = field(None, "Branch, tag or commit of an hf:// model.")
@@ -106,11 +118,15 @@ _ARGS_SCHEMA: dict[str, Any] = {
         "maxLength": 1024,
     },
     "x-kubernetes-validations": [
-        {
-            "rule": f"self.all(k, !(k in {sorted(RESERVED_ARGS)!r}))",
-            "message": "these flags have fields of their own in the spec (kubectl explain infs.spec): "
-            + ", ".join(sorted(RESERVED_ARGS)),
-        },
+        # A rule a flag, so that the message names it: looking each up is cheap, building one message of all is not.
+        *(
+            {
+                "rule": f"!('{name}' in self)",
+                "message": f"{name}: "
+                + (f"set spec.{owner} instead" if owner else "the operator decides it; leave it out"),
+            }
+            for name, owner in sorted(RESERVED_ARGS.items())
+        ),
         {
             "rule": "self.all(k, k.matches('^[a-z][a-z0-9-]*$'))",
             "message": "names of flags are lower-case words with dashes and no leading dashes, such as block-size",
@@ -154,6 +170,16 @@ class Engine(KvernModel):
 class Toleration(KvernModel):
     """As in a pod."""
 
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "value",
+            "!has(self.value) || !has(self.operator) || self.operator != 'Exists'",
+            "operator Exists takes no value; leave it out, or use Equal",
+            lambda t: t.value is None or t.operator != "Exists",
+            ("value",),
+        ),
+    )
+
     key: ShortText | None = field(None, "Taint key; none: all keys, with operator Exists.")
     operator: Literal["Exists", "Equal"] | None = field(None, "Default: Equal.")
     value: ShortText | None = field(None, "Taint value.")
@@ -172,6 +198,16 @@ LabelMap = Annotated[
 
 class Resources(KvernModel):
     """What one pod of a replica gets."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "gpuType",
+            "!has(self.gpuType) || self.gpusPerPod > 0",
+            "gpuType needs gpusPerPod above 0",
+            lambda r: r.gpu_type is None or r.gpus_per_pod > 0,
+            ("gpuType", "gpusPerPod"),
+        ),
+    )
 
     gpu_type: ShortText | None = field(None, "GPU product as nodes are labelled (nvidia.com/gpu.product).")
     gpus_per_pod: Annotated[int, Field(ge=0, le=64)] = field(1, "GPUs of a pod; 0: the engine runs on the CPU.")
@@ -256,7 +292,7 @@ class Autoscaling(KvernModel):
         ),
         Rule(
             "maxReplicas",
-            "!(self.mode in ['Internal', 'Recommend']) || has(self.maxReplicas)",
+            "!has(self.mode) || !(self.mode in ['Internal', 'Recommend']) || has(self.maxReplicas)",
             "maxReplicas is needed in modes Internal and Recommend",
             lambda a: a.mode not in ("Internal", "Recommend") or a.max_replicas is not None,
             ("mode",),
@@ -287,6 +323,7 @@ class Rollout(KvernModel):
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "maxUnavailable",
+            "!has(self.maxSurge) || !has(self.maxUnavailable) || "
             "!((type(self.maxSurge) == string ? self.maxSurge == '0%' : self.maxSurge == 0) && "
             "(type(self.maxUnavailable) == string ? self.maxUnavailable == '0%' : self.maxUnavailable == 0))",
             "maxSurge and maxUnavailable must not both be 0",
@@ -343,8 +380,8 @@ class Limits(KvernModel):
 class RouterResources(KvernModel):
     """What a router pod gets."""
 
-    cpu: Quantity | None = field(None, "CPUs. Default: 1.")
-    memory: Quantity | None = field(None, "Memory. Default: 512Mi.")
+    cpu: Quantity | None = field(None, "CPUs that are asked for. Default: 250m.")
+    memory: Quantity | None = field(None, "Memory, asked for and limited. Default: 512Mi.")
 
 
 class Router(KvernModel):

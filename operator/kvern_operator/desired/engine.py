@@ -7,7 +7,7 @@ from kvern_operator.api.base import parse_quantity
 from kvern_operator.api.flags import to_command_line
 from kvern_operator.api.types import InferenceService, InferenceServiceSpec
 from kvern_operator.desired import meta
-from kvern_operator.desired.layout import Layout
+from kvern_operator.desired.layout import Layout, wanted_layout
 from kvern_operator.desired.merge import merged
 from kvern_operator.desired.probes import engine_probes
 from kvern_operator.observed import Object
@@ -16,6 +16,7 @@ from kvern_operator.settings import Settings
 HTTP_PORT, ADMIN_PORT = 8000, 8001
 ADMIN_FOLDER = "/etc/kvern/admin"
 CACHE_FOLDER = "/var/cache/kvern"
+HUB_FOLDER = f"{CACHE_FOLDER}/huggingface"
 CLAIMS_FOLDER = "/models"
 GRACE_BEYOND_DRAIN = 30  # seconds between the end of a drain and the kubelet's SIGKILL
 
@@ -95,7 +96,7 @@ def pod_template(service: InferenceService, name: str, own: dict[str, str], sett
     volumes, mounts = _volumes(service)
     container: Object = {
         "name": "engine",
-        "image": spec.engine.image or settings.engine_image,
+        **image(spec.engine.image or settings.engine_image, settings),
         "command": ["kvern", "serve"],
         "args": arguments(service),
         "ports": [{"name": "http", "containerPort": HTTP_PORT}, {"name": "admin", "containerPort": ADMIN_PORT}],
@@ -112,10 +113,9 @@ def pod_template(service: InferenceService, name: str, own: dict[str, str], sett
     if resources.gpu_type:
         selector["nvidia.com/gpu.product"] = resources.gpu_type
     pod: Object = {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # a Service called kvern would set KVERN_PORT
+        **common_pod(service, settings),
         "terminationGracePeriodSeconds": spec.rollout.drain_timeout_seconds + GRACE_BEYOND_DRAIN,
-        "securityContext": POD_SECURITY,
+        "topologySpreadConstraints": [spread(meta.selector(service, meta.ENGINE))],
         "containers": [container],
         "volumes": volumes,
     }
@@ -128,6 +128,46 @@ def pod_template(service: InferenceService, name: str, own: dict[str, str], sett
     template = {"metadata": {"labels": {**meta.labels(service, meta.ENGINE), **own}}, "spec": pod}
     result: Object = merged(template, spec.overrides.pod_template)
     return result
+
+
+def wanted_image(service: InferenceService, settings: Settings) -> str:
+    """The image that a replica would be started with now."""
+    return image_of(pod_template(service, "", {}, settings))
+
+
+def image_of(template: Object) -> str:
+    """The image of a template's first container, which is the one that serves."""
+    return str(template["spec"]["containers"][0].get("image", ""))
+
+
+def common_pod(service: InferenceService, settings: Settings) -> Object:
+    """What pods of engines and routers have in common: nothing of the API server, no privileges."""
+    pod: Object = {
+        "serviceAccountName": meta.account_name(service),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,  # a Service called kvern would set KVERN_PORT
+        "securityContext": POD_SECURITY,
+    }
+    if settings.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    return pod
+
+
+def image(reference: str, settings: Settings) -> Object:
+    """A container's image. The kubelet keeps the end of the log of a container that fails: its last words are read
+    from the pod's status, and nobody needs the right to read logs."""
+    pull = {"imagePullPolicy": settings.image_pull_policy} if settings.image_pull_policy else {}
+    return {"image": reference, **pull, "terminationMessagePolicy": "FallbackToLogsOnError"}
+
+
+def spread(selector: dict[str, str]) -> Object:
+    """Pods go to different nodes where that is possible: one node's end is not the service's."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": selector},
+    }
 
 
 def arguments(service: InferenceService) -> list[str]:
@@ -167,11 +207,17 @@ def model_argument(uri: str) -> str:
 
 
 def _environment(service: InferenceService) -> list[Object]:
-    env = [{"name": "KVERN_CACHE_DIR", "value": CACHE_FOLDER}, {"name": "HOME", "value": "/tmp"}]
-    cpu = service.spec.resources.cpu
-    if cpu is not None:
-        # Without it torch counts the node's cores, not the pod's share of them.
-        env.append({"name": "OMP_NUM_THREADS", "value": str(max(1, math.ceil(parse_quantity(cpu))))})
+    spec = service.spec
+    env = [
+        {"name": "KVERN_CACHE_DIR", "value": CACHE_FOLDER},
+        {"name": "HF_HOME", "value": HUB_FOLDER},
+        {"name": "HOME", "value": "/tmp"},
+    ]
+    if spec.resources.cpu is not None:
+        # Without it torch counts the node's cores, not the pod's share of them. Each rank has a share of that.
+        cores = math.ceil(parse_quantity(spec.resources.cpu))
+        ranks = wanted_layout(spec).ranks // spec.resources.nodes_per_replica
+        env.append({"name": "OMP_NUM_THREADS", "value": str(max(1, cores // max(1, ranks)))})
     return env
 
 
@@ -196,7 +242,7 @@ def _volumes(service: InferenceService) -> tuple[list[Object], list[Object]]:
     spec, claim = service.spec, cache_claim(service)
     cache: Object = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     volumes: list[Object] = [
-        {"name": "admin", "secret": {"secretName": f"{service.metadata.name}-admin", "defaultMode": 0o440}},
+        {"name": "admin", "secret": {"secretName": meta.admin_secret_name(service), "defaultMode": 0o440}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm_size(spec)}},
         {"name": "tmp", "emptyDir": {}},
         {"name": "cache", **cache},

@@ -16,6 +16,11 @@ class Layout:
     def __str__(self) -> str:
         return f"tp{self.tensor}pp{self.pipeline}dp{self.data}"
 
+    @property
+    def ranks(self) -> int:
+        """Devices, or the processes that stand for them."""
+        return self.tensor * self.pipeline * self.data
+
     def environment(self) -> dict[str, str]:
         """The engine's variables. They come from a ConfigMap and are read at boot, so that the layout is not part of
         the pod template: changing it restarts nothing, and a crashed container boots the present layout."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from kvern_operator.api.base import parse_quantity
 from kvern_operator.api.types import API_VERSION, KIND, InferenceService
 from kvern_operator.observed import Object
 
@@ -15,6 +16,8 @@ REPLICA_LABEL = "kvern.dev/replica"
 REVISION_LABEL = "kvern.dev/revision"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 APPLIED_HASH = "kvern.dev/applied-hash"
+# The object as Kvern applied it: the API server adds defaults to what it stores, and templates must not be rebuilt.
+APPLIED = "kvern.dev/applied"
 DRAINING_SINCE = "kvern.dev/draining-since"
 LAYOUT = "kvern.dev/layout"
 GPUS = "kvern.dev/gpus"
@@ -23,15 +26,19 @@ ENGINE, ROUTER = "engine", "router"
 
 API_VERSIONS = {
     "Secret": "v1",
+    "ServiceAccount": "v1",
     "ConfigMap": "v1",
     "Service": "v1",
     "PersistentVolumeClaim": "v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
     "PodDisruptionBudget": "policy/v1",
+    "PodMonitor": "monitoring.coreos.com/v1",
     "StatefulSet": "apps/v1",
     "Deployment": "apps/v1",
 }
 # Order of creation: what pods mount first, pods last.
 KINDS = tuple(API_VERSIONS)
+FROZEN = ("StatefulSet", "Deployment")  # kinds with a pod template that is kept while its revision lasts
 
 
 def replica_name(service: str, index: int) -> str:
@@ -108,10 +115,33 @@ def digest(value: Any, length: int = 10) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
+def account_name(service: InferenceService) -> str:
+    """The ServiceAccount that the service's pods run as."""
+    return f"{service.metadata.name}-pods"
+
+
+def admin_secret_name(service: InferenceService) -> str:
+    """The Secret with the token of the admin ports. Its name follows the UID: a service that is made again under the
+    same name does not meet the Secret of the one before, which nobody may read."""
+    return f"{service.metadata.name}-admin-{digest(service.metadata.uid, 6)}"
+
+
 def stamped(obj: Object) -> Object:
-    """With the hash of what Kvern owns in it, so that a removed key is seen as a difference as well."""
-    bare = with_annotations(obj, **{APPLIED_HASH: None})
-    return with_annotations(obj, **{APPLIED_HASH: digest(bare, 16)})
+    """With the hash of what Kvern owns in it, so that a removed key is seen as a difference as well; with a copy of
+    it, where a later pass is to keep it as it is (see `as_applied`)."""
+    bare = with_annotations(obj, **{APPLIED_HASH: None, APPLIED: None})
+    copy = json.dumps(bare, sort_keys=True, separators=(",", ":")) if bare["kind"] in FROZEN else None
+    return with_annotations(bare, **{APPLIED_HASH: digest(bare, 16), APPLIED: copy})
+
+
+def as_applied(live: Object) -> Object:
+    """What Kvern last applied of a stamped object, without the stamps and without what the API server has added."""
+    text = annotation(live, APPLIED)
+    try:
+        found = json.loads(text) if text else None
+    except ValueError:  # somebody has edited it
+        found = None
+    return found if isinstance(found, dict) else with_annotations(live, **{APPLIED_HASH: None, APPLIED: None})
 
 
 def differs(wanted: Object, live: Object | None) -> bool:
@@ -121,13 +151,26 @@ def differs(wanted: Object, live: Object | None) -> bool:
     return annotation(wanted, APPLIED_HASH) != annotation(live, APPLIED_HASH) or not _within(wanted, live)
 
 
+_NOT_STORED: tuple[Any, ...] = (None, "", {}, [])  # the API server leaves such values out of what it stores
+
+
 def _within(wanted: Any, live: Any) -> bool:
     if isinstance(wanted, dict):
-        return isinstance(live, dict) and all(k in live and _within(v, live[k]) for k, v in wanted.items())
+        return isinstance(live, dict) and all(
+            _within(v, live[k]) if k in live else v in _NOT_STORED for k, v in wanted.items()
+        )
     if isinstance(wanted, list):
         same = isinstance(live, list) and len(wanted) == len(live)
         return same and all(_within(a, b) for a, b in zip(wanted, live, strict=True))
-    return bool(wanted == live)
+    return bool(wanted == live) or _same_quantity(wanted, live)
+
+
+def _same_quantity(a: Any, b: Any) -> bool:
+    """The API server writes 0.5 back as 500m and 1024Mi as 1Gi."""
+    try:
+        return not {type(a), type(b)} - {str, int} and parse_quantity(a) == parse_quantity(b)
+    except ValueError:
+        return False
 
 
 def admin_token(operator_key: bytes, service: InferenceService) -> str:

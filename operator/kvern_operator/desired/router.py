@@ -5,13 +5,14 @@ from collections.abc import Iterable
 
 from kvern_operator.api.types import InferenceService
 from kvern_operator.desired import meta
-from kvern_operator.desired.engine import GRACE_BEYOND_DRAIN, HARDENED, HTTP_PORT, POD_SECURITY
+from kvern_operator.desired.engine import GRACE_BEYOND_DRAIN, HARDENED, HTTP_PORT, common_pod, image, spread
 from kvern_operator.desired.merge import merged
 from kvern_operator.observed import Object, Pod
 from kvern_operator.settings import Settings
 
 ROUTER_FOLDER = "/etc/kvern/router"
 KEYS_FOLDER = "/etc/kvern/keys"
+DEFAULT_CPU, DEFAULT_MEMORY = "250m", "512Mi"  # asked for; only memory is limited
 
 
 def router_name(service: InferenceService) -> str:
@@ -106,13 +107,14 @@ def pod_template(service: InferenceService, own: dict[str, str], settings: Setti
         args += ["--api-keys-file", f"{KEYS_FOLDER}/keys"]
         volumes.append({"name": "keys", "secret": {"secretName": router.api_keys_secret_ref.name}})
         mounts.append({"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True})
-    cpu, memory = router.resources.cpu or "1", router.resources.memory or "512Mi"
+    cpu, memory = router.resources.cpu or DEFAULT_CPU, router.resources.memory or DEFAULT_MEMORY
     container: Object = {
         "name": "router",
-        "image": settings.operator_image,
+        **image(settings.operator_image, settings),
         "command": ["kvern-router"],
         "args": args,
         "ports": [{"name": "http", "containerPort": HTTP_PORT}],
+        "startupProbe": _probe("/health", 1, 120),
         "readinessProbe": _probe("/ready", 2, 2),
         "livenessProbe": _probe("/health", 10, 3),
         "resources": {"requests": {"cpu": str(cpu), "memory": str(memory)}, "limits": {"memory": str(memory)}},
@@ -120,12 +122,10 @@ def pod_template(service: InferenceService, own: dict[str, str], settings: Setti
         "securityContext": HARDENED,
     }
     pod: Object = {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
+        **common_pod(service, settings),
         # Longer than the engines': whoever deletes both at once must not cut a stream here that still runs there.
         "terminationGracePeriodSeconds": drain + settings.endpoints_delay + GRACE_BEYOND_DRAIN,
-        "securityContext": POD_SECURITY,
-        "affinity": {"podAntiAffinity": _spread(service)},
+        "topologySpreadConstraints": [spread(meta.selector(service, meta.ROUTER))],
         "containers": [container],
         "volumes": volumes,
     }
@@ -140,11 +140,3 @@ def _drain_seconds(service: InferenceService) -> int:
 
 def _probe(path: str, period: int, failures: int) -> Object:
     return {"httpGet": {"path": path, "port": "http"}, "periodSeconds": period, "failureThreshold": failures}
-
-
-def _spread(service: InferenceService) -> Object:
-    term = {
-        "topologyKey": "kubernetes.io/hostname",
-        "labelSelector": {"matchLabels": meta.selector(service, meta.ROUTER)},
-    }
-    return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}

@@ -38,12 +38,16 @@ def url(service: InferenceService, settings: Settings) -> str:
     return settings.url or f"http://{host}/v1"
 
 
+def service_account(service: InferenceService) -> Object:
+    """What pods run as: it may do nothing, and no pod gets a token of it. A cloud's identities can be bound to it."""
+    return meta.child(service, "ServiceAccount", meta.account_name(service), automountServiceAccountToken=False)
+
+
 def admin_secret(service: InferenceService, settings: Settings) -> Object:
     """The bearer token of the admin ports."""
     token = meta.admin_token(settings.operator_key, service)
-    return meta.child(
-        service, "Secret", f"{service.metadata.name}-admin", type="Opaque", immutable=True, stringData={"token": token}
-    )
+    name = meta.admin_secret_name(service)
+    return meta.child(service, "Secret", name, type="Opaque", immutable=True, stringData={"token": token})
 
 
 def disruption_budgets(service: InferenceService, engines: int, routers: int) -> list[Object]:

@@ -24,7 +24,7 @@ def test_builtin_is_found_without_importing_its_package() -> None:
 
 def test_builtin_typo_names_the_nearest() -> None:
     assert message("builtin://smolm2-135") == "no built-in model 'smolm2-135'; did you mean builtin://smollm2-135m?"
-    assert message("builtin://gemma") == "no built-in model 'gemma'; there are: smollm2-135m"
+    assert message("builtin://gemma") == "no built-in model 'gemma'; there are: smollm2-135m, tiny-kjv"
     assert "did you mean builtin://smollm2-135m?" in message("smollm2-135m")
 
 
@@ -94,3 +94,17 @@ def test_hub_models_come_from_the_local_cache_alone(monkeypatch: pytest.MonkeyPa
     (repository / "refs" / "main").write_text("c0ffee")
     expected = ModelFiles("org/model", "folder", snapshot)
     assert resolve_model("hf://org/model") == resolve_model("hf://org/model", "c0ffee") == expected
+
+
+def test_a_model_that_the_image_carries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KVERN_MODELS_DIR", raising=False)
+    text = message("builtin://tiny-kjv")
+    assert "comes with the engine's container image" in text and "KVERN_MODELS_DIR, which the image sets" in text
+    assert "in a checkout of Kvern tests/engine/models_data/tiny-kjv" in text
+    monkeypatch.setenv("KVERN_MODELS_DIR", str(tmp_path))
+    assert f"there is no folder {tmp_path / 'tiny-kjv'}" in message("builtin://tiny-kjv")
+    folder = tmp_path / "tiny-kjv"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert resolve_model("builtin://tiny-kjv") == ModelFiles("tiny-kjv", "folder", folder)
+    assert message("builtin://tiny-kj").endswith("did you mean builtin://tiny-kjv?")

@@ -1,0 +1,187 @@
+"""Fixtures: the installed operator, namespaces that enforce Pod Security, a client pod; what is shown on failure."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import kit
+import pytest
+from kit import Client, Service, helm, kubectl
+
+NAMESPACES = pytest.StashKey[set[str]]()
+MEASURES: list[tuple[str, str, float]] = []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes long is left out, unless KVERN_E2E_FULL is set or -m names it."""
+    if config.option.markexpr or os.environ.get("KVERN_E2E_FULL"):
+        return
+    for item in items:
+        marks = {"full", "chaos", "scale", "soak"} & {mark.name for mark in item.iter_markers()}
+        if marks:
+            item.add_marker(pytest.mark.skip(reason=f"{', '.join(sorted(marks))}: make e2e-full"))
+
+
+@pytest.fixture(scope="session")
+def crds() -> None:
+    """The resource's definition, from its own chart."""
+    if "kvern-crds" not in helm("list", "-n", kit.OPERATOR_NAMESPACE, "-q"):
+        _make_namespace(kit.OPERATOR_NAMESPACE)
+        helm("install", "kvern-crds", "charts/kvern-crds", "-n", kit.OPERATOR_NAMESPACE)
+    kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvern.dev", "--timeout=30s")
+
+
+@pytest.fixture(scope="session")
+def operator(crds: None) -> None:
+    """The operator, installed from the chart; there already is fine."""
+    if "kvern" in helm("list", "-n", kit.OPERATOR_NAMESPACE, "-q").split():
+        return
+    with measured("helm install to operator ready"):
+        space = ("-n", kit.OPERATOR_NAMESPACE)
+        helm("install", "kvern", "charts/kvern", *space, *image_values(), "--wait", "--timeout=3m")
+
+
+def image_values() -> list[str]:
+    """helm arguments that name the images of make e2e."""
+    values = {
+        "images.operator.repository": "kvern/operator",
+        "images.operator.tag": "e2e",
+        "images.engine.repository": "kvern/engine",
+        "images.engine.tag": "e2e",
+        "images.pullPolicy": "IfNotPresent",
+    }
+    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+
+
+def _make_namespace(name: str) -> None:
+    manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": kit.RESTRICTED}}
+    kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(manifest))
+
+
+@pytest.fixture
+def make_namespace(request: pytest.FixtureRequest) -> Iterator[Callable[[str], str]]:
+    """Makes a namespace that enforces Pod Security `restricted`; it goes after the test."""
+    mine = request.node.stash.setdefault(NAMESPACES, set())
+
+    def make(prefix: str) -> str:
+        name = f"{prefix}-{secrets.token_hex(3)}"
+        _make_namespace(name)
+        mine.add(name)
+        return name
+
+    yield make
+    if mine and not os.environ.get("KVERN_E2E_KEEP"):
+        kubectl("delete", "namespace", "--ignore-not-found", "--wait=false", *mine)
+
+
+@pytest.fixture
+def namespace(make_namespace: Callable[[str], str], request: pytest.FixtureRequest) -> str:
+    """A fresh namespace, named after the test."""
+    word = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")
+    return make_namespace(word[:40].rstrip("-"))
+
+
+@pytest.fixture
+def service(operator: None, namespace: str) -> Callable[..., Service]:
+    """Applies an InferenceService: service(name, uri, **spec)."""
+
+    def make(name: str, uri: str = "builtin://tiny-kjv", **spec: object) -> Service:
+        made = Service(name, namespace)
+        made.apply(kit.manifest(name, uri, **spec))
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def client() -> Client:
+    """A pod of another namespace with the openai client; it stays until the cluster goes."""
+    made = Client("kvern-e2e-client")
+    _make_namespace(made.namespace)
+    kubectl("-n", made.namespace, "apply", "--server-side", "-f", "-", stdin=kit.CLIENT_POD)
+    kubectl("-n", made.namespace, "wait", "--for=condition=Ready", f"pod/{made.pod}", "--timeout=90s")
+    return made
+
+
+# ---------------------------------------------------------------- measures
+
+
+@contextlib.contextmanager
+def measured(what: str) -> Iterator[None]:
+    """Adds a row to the table of times."""
+    start = time.monotonic()
+    yield
+    record(what, time.monotonic() - start)
+
+
+def record(what: str, seconds: float) -> None:
+    """A row of the table of times that pytest's summary shows."""
+    name = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[-1].split(" ")[0]
+    MEASURES.append((name, what, seconds))
+
+
+@pytest.fixture
+def measure() -> Callable[[str, float], None]:
+    """measure(what, seconds) adds a row to the table of times."""
+    return record
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of times; also as JSON lines where KVERN_E2E_MEASURES names a file."""
+    if not MEASURES:
+        return
+    terminalreporter.section("times")
+    for name, what, seconds in MEASURES:
+        terminalreporter.write_line(f"{seconds:8.2f} s  {what}  ({name})")
+    if file := os.environ.get("KVERN_E2E_MEASURES"):
+        lines = [json.dumps({"test": n, "what": w, "seconds": round(s, 2)}) for n, w, s in MEASURES]
+        Path(file).write_text("\n".join(lines) + "\n")
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed and call.when in ("setup", "call"):
+        for name in sorted(item.stash.get(NAMESPACES, set())):
+            report.sections.append((f"namespace {name}", _story(name)))
+        report.sections.append(("operator", _operator_story()))
+    return report
+
+
+def _story(namespace: str) -> str:
+    """Pods, conditions, events and the end of each log of a namespace."""
+
+    def ask(*args: str) -> str:
+        with contextlib.suppress(Exception):
+            return kubectl("-n", namespace, *args, check=False, timeout=20)
+        return ""
+
+    conditions = (
+        'jsonpath={range .items[*]}{.metadata.name}{"\\n"}{range .status.conditions[*]}'
+        '{"  "}{.type}={.status} {.reason}: {.message}{"\\n"}{end}{end}'
+    )
+    parts = [
+        ask("get", "infs,statefulsets,deployments,pods,pvc", "-o", "wide"),
+        ask("get", "infs", "-o", conditions),
+        ask("get", "events", "--sort-by=.metadata.creationTimestamp"),
+    ]
+    for pod in ask("get", "pods", "-o", "name").split():
+        parts.append(f"-- log of {pod}\n" + ask("logs", pod, "--all-containers", "--prefix", "--tail=25"))
+        parts.append(ask("logs", pod, "--all-containers", "--prefix", "--tail=15", "--previous"))
+    return "\n".join(part for part in parts if part.strip())
+
+
+def _operator_story() -> str:
+    with contextlib.suppress(Exception):
+        space = ("-n", kit.OPERATOR_NAMESPACE)
+        pods = kubectl(*space, "get", "pods", "-o", "wide", check=False, timeout=20)
+        return pods + kubectl(*space, "logs", kit.OPERATOR, "--tail=60", check=False, timeout=20)
+    return ""

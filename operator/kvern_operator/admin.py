@@ -1,0 +1,193 @@
+"""The engines' admin port: what a pod says of itself, and telling it to drain. Effects only, nothing is decided here.
+
+Every pod is asked by a task of its own, with short timeouts; a pass of reconcile reads the last answer and waits for
+nobody. A pod that hangs holds up neither the others nor the operator.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from kvern_operator.queue import Key
+
+log = logging.getLogger("kvern.admin")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a pod has said. `in_flight` None: it does not answer, or has not yet."""
+
+    in_flight: int | None = None
+    draining: bool = False
+    feasible: tuple[tuple[int, int], ...] = ()
+    device: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A pod to ask. One that has restarted is another target: what it said before no longer counts."""
+
+    uid: str
+    name: str
+    restarts: int
+    address: str
+    token: str
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds. A pod counts as silent after `patience` questions in a row without an answer."""
+
+    usual: float = 5.0
+    leaving: float = 0.5
+    silent: float = 2.0
+    layout: float = 60.0
+    timeout: float = 2.0
+    patience: int = 3
+
+
+def read_load(answer: Any, before: Report) -> Report:
+    """The report after GET, POST or DELETE /admin/drain. Raises ValueError where the answer is none."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("in_flight"), int):
+        raise ValueError("no in_flight in it")
+    return replace(before, in_flight=answer["in_flight"], draining=bool(answer.get("draining")))
+
+
+def read_layout(answer: Any, before: Report) -> Report:
+    """The report after GET /admin/layout; what cannot be read is left as it was."""
+    if not isinstance(answer, dict):
+        return before
+    sizes = answer.get("feasible")
+    try:
+        feasible = tuple((int(s["size"]), int(s["kvTokens"])) for s in sizes or ())
+    except (KeyError, TypeError, ValueError):
+        feasible = before.feasible
+    return replace(before, feasible=feasible, device=str(answer.get("device") or before.device))
+
+
+class Prober:
+    """Asks the pods of all services. `changed(key)` is called when a report changes in a way that matters."""
+
+    def __init__(self, changed: Callable[[Key], None], pace: Pace | None = None, at_once: int = 64) -> None:
+        self._changed, self._pace = changed, pace or Pace()
+        self._limit = asyncio.Semaphore(at_once)
+        self._session: aiohttp.ClientSession | None = None
+        self._asked: dict[Key, dict[str, _Asked]] = {}
+
+    async def close(self) -> None:
+        """Ask nobody any more."""
+        tasks = [asked.stop() for per_key in self._asked.values() for asked in per_key.values()]
+        self._asked.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def watch(self, key: Key, targets: Iterable[Target], leaving: Iterable[str] = ()) -> None:
+        """Ask these pods of a service and no others; those whose UID is in `leaving` often."""
+        wanted, hurried = {t.uid: t for t in targets}, frozenset(leaving)
+        per_key = self._asked.setdefault(key, {})
+        for uid in [uid for uid, asked in per_key.items() if wanted.get(uid) != asked.target]:
+            per_key.pop(uid).stop()
+        for uid, target in wanted.items():
+            if uid not in per_key:
+                per_key[uid] = _Asked(self, key, target)
+            per_key[uid].hurry(uid in hurried)
+        if not per_key:
+            del self._asked[key]
+
+    def reports(self, key: Key) -> Mapping[str, Report]:
+        """UID -> what the pod has said last."""
+        return {uid: asked.report for uid, asked in self._asked.get(key, {}).items()}
+
+    async def tell(self, key: Key, uid: str, *, draining: bool) -> None:
+        """Ask a pod to drain, or not to any more. What came of it shows in `reports`; an error is logged."""
+        asked = self._asked.get(key, {}).get(uid)
+        if asked is None:
+            return
+        try:
+            await asked.load("POST" if draining else "DELETE")
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            verb = "drain" if draining else "take requests again"
+            log.warning("%s could not be told to %s: %s", asked.target.name, verb, error or "no answer in time")
+
+    async def call(self, method: str, target: Target, path: str) -> Any:
+        """One question, one JSON answer. Raises what aiohttp raises, TimeoutError and ValueError."""
+        if self._session is None:
+            # A proxy of the environment must not see the token.
+            self._session = aiohttp.ClientSession(trust_env=False, connector=aiohttp.TCPConnector(limit=0))
+        headers = {"Authorization": f"Bearer {target.token}"}
+        timeout = aiohttp.ClientTimeout(total=self._pace.timeout)
+        url = f"http://{target.address}{path}"
+        async with self._limit, self._session.request(method, url, headers=headers, timeout=timeout) as answer:
+            if answer.status != 200:
+                raise ValueError(f"HTTP {answer.status}")
+            return await answer.json(content_type=None)
+
+    @property
+    def pace(self) -> Pace:
+        """How often it asks."""
+        return self._pace
+
+    def report_changed(self, key: Key) -> None:
+        """Passed on to whoever reconciles."""
+        self._changed(key)
+
+
+class _Asked:
+    """One pod, its task and its last report."""
+
+    def __init__(self, prober: Prober, key: Key, target: Target) -> None:
+        self.target, self.report = target, Report()
+        self._prober, self._key, self._failures = prober, key, 0
+        self._leaving, self._hurried = False, asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"ask {target.name}")
+
+    def hurry(self, leaving: bool) -> None:
+        """Ask often while it leaves."""
+        if leaving and not self._leaving:
+            self._hurried.set()
+        self._leaving = leaving
+
+    def stop(self) -> "asyncio.Task[None]":
+        self._task.cancel()
+        return self._task
+
+    async def load(self, method: str = "GET") -> None:
+        """Ask for its load, or tell it to drain or not. Raises what `call` raises."""
+        answer = await self._prober.call(method, self.target, "/admin/drain")
+        self._failures = 0
+        self._take(read_load(answer, self.report))
+
+    def _take(self, report: Report) -> None:
+        before, self.report = self.report, report
+        known = (before.in_flight is None) != (report.in_flight is None)
+        moved = self._leaving and before.in_flight != report.in_flight
+        said = (before.draining, before.feasible, before.device) != (report.draining, report.feasible, report.device)
+        if known or moved or said:
+            self._prober.report_changed(self._key)
+
+    async def _run(self) -> None:
+        pace, loop = self._prober.pace, asyncio.get_running_loop()
+        layout_due = 0.0
+        while True:
+            try:
+                if loop.time() >= layout_due:
+                    report = read_layout(await self._prober.call("GET", self.target, "/admin/layout"), self.report)
+                    self._take(report)
+                    layout_due = loop.time() + (pace.layout if report.feasible else pace.usual)
+                await self.load()
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                self._failures += 1
+                log.debug("%s does not answer: %s", self.target.name, error or "no answer in time")
+                if self._failures >= pace.patience and self.report.in_flight is not None:
+                    self._take(replace(self.report, in_flight=None))
+            wait = pace.leaving if self._leaving else pace.silent if self._failures else pace.usual
+            self._hurried.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurried.wait(), wait * random.uniform(0.9, 1.1))

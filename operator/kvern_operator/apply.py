@@ -1,0 +1,171 @@
+"""Carries a plan out: server-side apply, telling pods, deleting. Order and fencing; nothing is decided here.
+
+Everything may be cut off at any point and done again: applies name their whole object, deletes name a UID, and a pod is
+told by what it says of itself, not by what it was told before.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from kvern_operator.admin import Prober
+from kvern_operator.api.status import InferenceServiceStatus
+from kvern_operator.api.types import API_VERSION, KIND
+from kvern_operator.desired import meta
+from kvern_operator.kube import PLURALS, ApiError, KubeClient, collection
+from kvern_operator.mirror import Live, Mirror
+from kvern_operator.observe import Scene
+from kvern_operator.observed import Object, Refusal
+from kvern_operator.queue import Key
+from kvern_operator.reconcile import Plan
+
+log = logging.getLogger("kvern.apply")
+
+WORKLOADS = ("StatefulSet", "Deployment")
+NOT_OURS = (
+    "one of that name is there already that Kvern has not made for this service; delete it, or give the "
+    "InferenceService another name"
+)
+NAME_TAKEN = 1.0  # seconds after which a name that another object still holds is tried again
+
+
+class NamespaceEndingError(Exception):
+    """The namespace is being deleted: nothing can be made in it, and everything in it goes by itself."""
+
+
+@dataclass
+class Outcome:
+    """`refusals`: what the API server does not take. `wait`: seconds after which to look again, if anything."""
+
+    refusals: list[Refusal] = field(default_factory=list)
+    wait: float | None = None
+
+
+class Executor:
+    """Writes. Remembers what the API server cannot be asked about: which services have their admin Secret."""
+
+    def __init__(self, client: KubeClient, mirror: Mirror, prober: Prober) -> None:
+        self._client, self._mirror, self._prober = client, mirror, prober
+        self._secrets: set[str] = set()  # UIDs of services
+        self._idle: dict[tuple[Key, str, str], tuple[str, int]] = {}
+
+    def has_secret(self, uid: str) -> bool:
+        """Whether the admin Secret of the service is known to exist."""
+        return uid in self._secrets
+
+    def doubt_secret(self, uid: str) -> None:
+        """A pod waits for it: make it again if it is gone."""
+        self._secrets.discard(uid)
+
+    def forget(self, key: Key, uid: str) -> None:
+        """The service is gone."""
+        self._secrets.discard(uid)
+        self._idle = {name: seen for name, seen in self._idle.items() if name[0] != key}
+
+    async def dry_run(self, objects: tuple[Object, ...]) -> list[Refusal]:
+        """Ask the API server what it would say. Raises ApiError where it says nothing."""
+        refusals = []
+        for obj in objects:
+            try:
+                await self._client.apply(obj, dry_run=True)
+            except ApiError as error:
+                if not error.refused:
+                    raise
+                refusals.append(_refusal(obj, error, with_revision=True))
+        return refusals
+
+    async def carry_out(self, key: Key, uid: str, plan: Plan, scene: Scene) -> Outcome:
+        """All of a plan but its status. Raises ApiError where the API server is away or somebody else was first."""
+        outcome = Outcome()
+        for obj in plan.apply:
+            if outcome.refusals and obj["kind"] in WORKLOADS:
+                continue  # its pods would wait for what could not be made
+            if meta.key(obj) in scene.taken:
+                outcome.wait = NAME_TAKEN
+                continue
+            await self._apply(key, uid, obj, scene.live.get(meta.key(obj)), outcome)
+        pods = {p.name: p.uid for p in scene.observed.pods if not p.terminating}
+        tell = [(name, False) for name in plan.resume] + [(name, True) for name in plan.drain]
+        await asyncio.gather(
+            *(self._prober.tell(key, pods[name], draining=draining) for name, draining in tell if name in pods)
+        )
+        for kind, name in plan.delete:
+            live = scene.live.get((kind, name))
+            if live is not None:
+                await self._client.delete(kind, key[0], name, live.uid)
+                self._mirror.deleted(key, live)
+        return outcome
+
+    async def _apply(self, key: Key, uid: str, obj: Object, live: Live | None, outcome: Outcome) -> None:
+        try:
+            if obj["kind"] == "Secret":
+                await self._create_secret(uid, obj)
+            else:
+                await self._apply_child(key, uid, obj, live, outcome)
+        except ApiError as error:
+            if error.status in (403, 404) and "being terminated" in error.message:
+                raise NamespaceEndingError(error.message) from None
+            if not error.refused:
+                raise
+            log.warning("%s %s/%s: %s", obj["kind"], key[0], obj["metadata"]["name"], error)
+            outcome.refusals.append(_refusal(obj, error, with_revision=False))
+
+    async def _apply_child(self, key: Key, uid: str, obj: Object, live: Live | None, outcome: Outcome) -> None:
+        name = (key, *meta.key(obj))
+        digest = meta.annotation(obj, meta.APPLIED_HASH)
+        if live is not None and self._idle.get(name) == (digest, live.version):
+            return  # the same apply has changed nothing before: the API server writes some values in its own way
+        if live is None and await self._is_somebody_elses(obj, uid):
+            outcome.refusals.append(Refusal(obj["kind"], "", NOT_OURS, obj["metadata"]["name"]))
+            return
+        sent = obj
+        if live is not None and obj["kind"] == "StatefulSet":
+            # Decisions (to drain, to take back) are taken from one state of the object: of two leaders one loses.
+            sent = {**obj, "metadata": {**obj["metadata"], "resourceVersion": str(live.version)}}
+        now = self._mirror.applied(key, await self._client.apply(sent))
+        if live is not None and now.version == live.version:
+            self._idle[name] = (digest, live.version)
+        else:
+            self._idle.pop(name, None)
+
+    async def _is_somebody_elses(self, obj: Object, uid: str) -> bool:
+        """Applying by force would take over an object that a user has made under this name; only labelled ones are in
+        the mirror, so one that is about to be made is looked for first."""
+        found = await self._client.find(obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"])
+        if found is None:
+            return False
+        owners = {o.get("uid") for o in found["metadata"].get("ownerReferences") or ()}
+        labels = found["metadata"].get("labels") or {}
+        kept = obj["kind"] == "PersistentVolumeClaim" and not owners and meta.SERVICE_LABEL in labels
+        return uid not in owners and not kept
+
+    async def _create_secret(self, uid: str, obj: Object) -> None:
+        path = collection(meta.API_VERSIONS["Secret"], PLURALS["Secret"], obj["metadata"]["namespace"])
+        try:
+            await self._client.create(obj, path)
+        except ApiError as error:
+            if error.status != 409:
+                raise
+        self._secrets.add(uid)
+
+    async def write_status(self, key: Key, document: Object, status: InferenceServiceStatus) -> None:
+        """Write the status, if nobody else has changed the resource since it was read (else ApiError 409)."""
+        metadata = document["metadata"]
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+                "resourceVersion": metadata["resourceVersion"],
+            },
+            "status": status.to_dict(),
+        }
+        self._mirror.status_written(key, await self._client.apply(body, status=True))
+
+
+def _refusal(obj: Object, error: ApiError, *, with_revision: bool) -> Refusal:
+    labels = obj["metadata"].get("labels") or {}
+    revision = labels.get(meta.REVISION_LABEL, "") if with_revision else ""
+    return Refusal(obj["kind"], revision, error.message, obj["metadata"]["name"])

@@ -1,0 +1,248 @@
+"""One pass over one service: observe, reconcile, carry out, write the status, say what changed.
+
+Everything that can go wrong ends here: a spec that cannot be used and an apply that is refused become conditions, an
+API server that is away is tried again, a mistake of ours is logged with its trace, shown in Degraded and backed off.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from kvern_operator.admin import Prober
+from kvern_operator.api.load import ManifestError, parse_service
+from kvern_operator.api.status import Condition, InferenceServiceStatus
+from kvern_operator.api.types import InferenceService
+from kvern_operator.apply import Executor, NamespaceEndingError
+from kvern_operator.desired import meta
+from kvern_operator.desired.router import router_name
+from kvern_operator.events import Poster, news
+from kvern_operator.kube import ApiError, NotLeadingError
+from kvern_operator.metrics import Metrics
+from kvern_operator.mirror import Mirror
+from kvern_operator.notices import NoticeReader, Subject
+from kvern_operator.observe import Scene, observe, read_status
+from kvern_operator.observed import Object, Refusal
+from kvern_operator.queue import Key
+from kvern_operator.reconcile import Plan, invalid_spec, reconcile
+from kvern_operator.settings import Settings
+
+log = logging.getLogger("kvern.controller")
+
+LONGEST_PASS = 120.0  # seconds; a pass that takes longer is cut off and backed off
+DRY_RUN_AGAIN = (
+    600.0  # seconds after which a refusal of the same generation is checked again: quotas and policies change
+)
+
+
+class RefusedError(Exception):
+    """The API server refused something; the status says what. Raised to be backed off."""
+
+
+@dataclass
+class _Memory:
+    """What is known of a service beyond the cluster's state; all of it can be lost."""
+
+    uid: str
+    refusals: tuple[Refusal, ...] = ()  # of the last pass
+    overrides_refused: tuple[Refusal, ...] = ()
+    refused_at: tuple[int, float] = (-1, 0.0)  # generation, clock
+    dry_run: set[str] = field(default_factory=set)  # digests of objects that the API server would take
+
+
+def blamed(
+    status: InferenceServiceStatus | None, reason: str, message: str, generation: int, now: datetime
+) -> InferenceServiceStatus:
+    """The last status with Degraded saying what keeps the operator from going on."""
+    status = status or InferenceServiceStatus()
+    before = status.condition("Degraded")
+    since = before.last_transition_time if before is not None and before.status == "True" else now
+    degraded = Condition(
+        type="Degraded",
+        status="True",
+        observed_generation=generation,
+        last_transition_time=since,
+        reason=reason,
+        message=message[:2048],
+    )
+    kept = [c for c in status.conditions if c.type != "Degraded"]
+    return status.model_copy(update={"conditions": [*kept, degraded]})
+
+
+class Controller:
+    """`work` is what the queue calls. All state of importance is in the cluster."""
+
+    def __init__(
+        self,
+        mirror: Mirror,
+        executor: Executor,
+        prober: Prober,
+        notices: NoticeReader,
+        poster: Poster,
+        settings: Settings,
+        metrics: Metrics,
+        forget: Callable[[Key], None],
+    ) -> None:
+        self._mirror, self._executor, self._prober, self._notices = mirror, executor, prober, notices
+        self._poster, self.settings, self._metrics, self._forget = poster, settings, metrics, forget
+        self._memory: dict[Key, _Memory] = {}
+
+    async def work(self, key: Key) -> float | None:
+        """One pass. Returns after how many seconds to look again; raises to be backed off."""
+        began, result = time.monotonic(), "error"
+        try:
+            async with asyncio.timeout(LONGEST_PASS):
+                again = await self._pass(key)
+            result = "ok"
+            return again
+        except NamespaceEndingError:
+            result = "namespace_ending"
+            raise
+        except ApiError as error:
+            result = "conflict" if error.status == 409 else "api_error"
+            log.log(logging.DEBUG if error.status == 409 else logging.WARNING, "%s/%s: %s", *key, error)
+            raise
+        except RefusedError:
+            result = "refused"
+            raise
+        except NotLeadingError:
+            result = "not_leading"
+            raise
+        except Exception as error:
+            log.exception("%s/%s: the pass failed", *key)
+            await self._blame(key, error)
+            raise
+        finally:
+            self._metrics.reconciled(result, time.monotonic() - began)
+
+    async def _pass(self, key: Key) -> float | None:
+        document = self._mirror.service(key)
+        if document is None or document["metadata"].get("deletionTimestamp"):
+            # Owner references do the deleting: nothing is held up by an operator that is not there.
+            self._forget_service(key, document)
+            return None
+        memory = self._memory.get(key)
+        if memory is None or memory.uid != document["metadata"]["uid"]:
+            memory = self._memory[key] = _Memory(document["metadata"]["uid"])
+        now = datetime.now(UTC)
+        previous = read_status(document)
+        try:
+            service = parse_service({k: v for k, v in document.items() if k != "status"})
+        except ManifestError as error:
+            problems = [str(problem) for problem in error.problems]
+            generation = document["metadata"]["generation"]
+            await self._write(key, document, previous, invalid_spec(previous, generation, problems, now))
+            return None
+        return await self._reconcile(key, service, document, memory, now)
+
+    async def _reconcile(
+        self, key: Key, service: InferenceService, document: Object, memory: _Memory, now: datetime
+    ) -> float | None:
+        scene = self._observe(key, service, document, memory)
+        plan = reconcile(service, scene.observed, now, self.settings)
+        if await self._check(plan, service, memory):
+            scene = self._observe(key, service, document, memory)
+            plan = reconcile(service, scene.observed, now, self.settings)
+        outcome = await self._executor.carry_out(key, memory.uid, plan, scene)
+        found, memory.refusals = memory.refusals, tuple(outcome.refusals)
+        if memory.refusals != found:
+            # The status is to say what was refused, or that it is no longer.
+            observed = replace(scene.observed, refusals=memory.overrides_refused + memory.refusals)
+            plan = replace(plan, status=reconcile(service, observed, now, self.settings).status)
+        # What was refused has not happened: its notes are for the pass that succeeds.
+        notes = () if memory.refusals else plan.notes
+        await self._write(key, document, scene.observed.status, plan.status, notes)
+        self._after(key, service, scene, plan)
+        if memory.refusals:
+            raise RefusedError("; ".join(r.message for r in memory.refusals))
+        waits = [w for w in (plan.requeue_after, outcome.wait) if w is not None]
+        return min(waits, default=None)
+
+    def _observe(self, key: Key, service: InferenceService, document: Object, memory: _Memory) -> Scene:
+        if (
+            memory.refused_at[0] != service.metadata.generation
+            or time.monotonic() - memory.refused_at[1] > DRY_RUN_AGAIN
+        ):
+            memory.overrides_refused = ()
+        return observe(
+            service,
+            self._mirror.children(key),
+            self._mirror.pods(key),
+            self._prober.reports(key),
+            status=read_status(document),
+            notices=self._notices.of(key),
+            refusals=memory.overrides_refused + memory.refusals,
+            admin_secret=self._executor.has_secret(memory.uid),
+            token=meta.admin_token(self.settings.operator_key, service),
+        )
+
+    async def _check(self, plan: Plan, service: InferenceService, memory: _Memory) -> bool:
+        """Dry-run what a plan wants checked first. True where something is refused that was not known to be."""
+        unknown = {meta.digest(obj, 16): obj for obj in plan.dry_run}
+        unknown = {digest: obj for digest, obj in unknown.items() if digest not in memory.dry_run}
+        if not unknown:
+            return False
+        refusals = await self._executor.dry_run(tuple(unknown.values()))
+        if not refusals:
+            memory.dry_run.update(unknown)
+            return False
+        memory.overrides_refused = tuple(refusals)
+        memory.refused_at = (service.metadata.generation, time.monotonic())
+        return True
+
+    async def _write(
+        self,
+        key: Key,
+        document: Object,
+        previous: InferenceServiceStatus | None,
+        status: InferenceServiceStatus,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        """The status where it differs, then the Events: whoever loses the race for the status says nothing."""
+        for note in notes:
+            log.info("%s/%s: %s", *key, note)
+        if status != previous:
+            await self._executor.write_status(key, document, status)
+        await self._poster.post(news(previous, status, notes), document)
+
+    def _after(self, key: Key, service: InferenceService, scene: Scene, plan: Plan) -> None:
+        """Whom to ask and what to listen for until the next pass."""
+        self._prober.watch(key, scene.targets, scene.leaving)
+        ready = plan.status.condition("Ready")
+        if ready is None or ready.status == "True" or plan.status.desired_replicas == 0:
+            self._notices.drop(key)
+            return
+        pods = [p for p in scene.observed.pods if not p.terminating]
+        names = {name for _, name in scene.live} | {p.name for p in pods}
+        self._notices.want(key, Subject(frozenset(names), router_name(service)))
+        secret = f'"{meta.admin_secret_name(service)}" not found'
+        if any(n.reason == "FailedMount" and secret in n.message for n in scene.observed.notices):
+            self._executor.doubt_secret(service.metadata.uid)
+
+    def _forget_service(self, key: Key, document: Object | None) -> None:
+        self._prober.watch(key, ())
+        self._notices.drop(key)
+        memory = self._memory.pop(key, None)
+        if memory is not None:
+            self._executor.forget(key, memory.uid)
+        if document is None:
+            self._mirror.forget(key)
+            self._forget(key)
+
+    async def _blame(self, key: Key, error: Exception) -> None:
+        document = self._mirror.service(key)
+        if document is None:
+            return
+        previous = read_status(document)
+        words = str(error) or "no message"
+        message = f"the operator failed on this service and tries again: {type(error).__name__}: {words}"
+        status = blamed(
+            previous, "InternalError", message, document["metadata"].get("generation", 0), datetime.now(UTC)
+        )
+        try:
+            async with asyncio.timeout(10):
+                await self._write(key, document, previous, status)
+        except (ApiError, NotLeadingError, TimeoutError) as again:
+            log.warning("%s/%s: the failure cannot be written into the status: %s", *key, again)

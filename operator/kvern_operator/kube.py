@@ -1,0 +1,199 @@
+"""The API server as the operator uses it: JSON in, JSON out, errors with their words. A thin layer over kubernetes.aio.
+
+Paths of objects, server-side apply, and nothing of what is written. The official client gives configuration, TLS and
+tokens that are renewed; its typed models are not used, since everything here is a plain dict.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import config as kube_config
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
+
+from kvern_operator import __version__
+from kvern_operator.api.types import API_VERSION, KIND
+from kvern_operator.desired import meta
+from kvern_operator.observed import Object
+
+JSON = "application/json"
+APPLY = "application/apply-patch+yaml"
+
+PLURALS = {
+    "Secret": "secrets",
+    "ServiceAccount": "serviceaccounts",
+    "ConfigMap": "configmaps",
+    "Service": "services",
+    "PersistentVolumeClaim": "persistentvolumeclaims",
+    "PodDisruptionBudget": "poddisruptionbudgets",
+    "NetworkPolicy": "networkpolicies",
+    "PodMonitor": "podmonitors",
+    "StatefulSet": "statefulsets",
+    "Deployment": "deployments",
+    KIND: "inferenceservices",
+}
+
+
+class ApiError(Exception):
+    """The API server refused, failed or did not answer (status 0). str() is its own message."""
+
+    def __init__(self, status: int, message: str, reason: str = "") -> None:
+        self.status, self.message, self.reason = status, message, reason
+        super().__init__(message)
+
+    @property
+    def refused(self) -> bool:
+        """The request is wrong or forbidden: the same one again will not do."""
+        return self.status in (400, 403, 405, 413, 415, 422)
+
+
+class NotLeadingError(Exception):
+    """A write was held back because this process may not lead any more."""
+
+
+def collection(api_version: str, plural: str, namespace: str | None = None) -> str:
+    """The path of a kind's objects, in one namespace or in all."""
+    root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
+    return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
+
+
+def path_of(kind: str, namespace: str, name: str) -> str:
+    """The path of one child or of the resource itself."""
+    version = API_VERSION if kind == KIND else meta.API_VERSIONS[kind]
+    return f"{collection(version, PLURALS[kind], namespace)}/{name}"
+
+
+async def load_configuration() -> Configuration:
+    """The service account where there is one, else the kubeconfig. Raises ConfigException."""
+    configuration = Configuration()
+    try:
+        kube_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except kube_config.ConfigException:
+        await kube_config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    return configuration
+
+
+def _failure(status: int, text: str) -> ApiError:
+    """An error from the body of an answer: a Status object as a rule, some proxy's page where there is one between."""
+    try:
+        body = json.loads(text)
+        return ApiError(status, str(body.get("message") or text[:500]), str(body.get("reason", "")))
+    except (ValueError, AttributeError):
+        return ApiError(status, f"HTTP {status}: {' '.join(text.split())[:300]}")
+
+
+class KubeClient:
+    """One connection pool. `may_write` is asked before every write but those of the Lease and of dry runs."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.configuration = configuration
+        self._client = ApiClient(configuration)
+        self._client.user_agent = f"kvern-operator/{__version__}"
+        self.may_write: Callable[[], bool] = lambda: True
+        self.wrote: Callable[[str, str], None] = lambda verb, path: None
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._client.close()  # type: ignore[no-untyped-call]
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content_type: str = JSON,
+        accept: str = JSON,
+        timeout: float = 15.0,
+    ) -> Any:
+        """The JSON of an answer. Raises ApiError, also (status 0) where none came within `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                sent = await self._client.param_serialize(
+                    method,
+                    path,
+                    query_params=list((query or {}).items()),
+                    header_params={"Accept": accept, "Content-Type": content_type},
+                    body=body,
+                    auth_settings=["BearerToken"],
+                )
+                answer = await self._client.call_api(*sent)
+                data: bytes = await answer.read()  # type: ignore[no-untyped-call]
+        except TimeoutError:
+            raise ApiError(0, f"the API server did not answer within {timeout:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ApiError(0, f"the API server cannot be reached: {error}") from None
+        text = data.decode("utf-8", "replace")
+        if not 200 <= answer.status <= 299:
+            raise _failure(answer.status, text)
+        try:
+            return json.loads(text) if text else None
+        except ValueError:
+            raise ApiError(0, f"the API server's answer is not JSON: {text[:200]}") from None
+
+    async def _write(self, method: str, path: str, **arguments: Any) -> Any:
+        if not self.may_write():
+            raise NotLeadingError(f"{method} {path} is held back: the lease has run out")
+        answer = await self.request(method, path, **arguments)
+        self.wrote(method, path)
+        return answer
+
+    async def apply(self, obj: Object, *, dry_run: bool = False, status: bool = False) -> Object:
+        """Server-side apply as `kvern`, taking over fields that others hold. Returns the object as it then is."""
+        metadata = obj["metadata"]
+        path = path_of(obj["kind"], metadata["namespace"], metadata["name"]) + ("/status" if status else "")
+        query = {"fieldManager": meta.MANAGER, "force": "true"}
+        if dry_run:
+            query["dryRun"] = "All"
+            checked: Object = await self.request("PATCH", path, query=query, body=obj, content_type=APPLY)
+            return checked
+        applied: Object = await self._write("PATCH", path, query=query, body=obj, content_type=APPLY)
+        return applied
+
+    async def find(self, kind: str, namespace: str, name: str) -> Object | None:
+        """One child, whoever made it; None where there is none. Needs no right but to list."""
+        path = path_of(kind, namespace, name).rpartition("/")[0]
+        found = await self.request("GET", path, query={"fieldSelector": f"metadata.name={name}"})
+        return next(iter(found.get("items") or ()), None)
+
+    async def create(self, obj: Object, kind_path: str) -> None:
+        """POST one object."""
+        await self._write("POST", kind_path, query={"fieldManager": meta.MANAGER}, body=obj)
+
+    async def delete(self, kind: str, namespace: str, name: str, uid: str = "") -> None:
+        """Delete a child, if it still is the one with this UID; its own children go in the background."""
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        try:
+            await self._write("DELETE", path_of(kind, namespace, name), body=options)
+        except ApiError as error:
+            if error.status not in (404, 409):  # gone already, or another one of that name
+                raise
+
+    async def list(self, path: str, query: Mapping[str, str] | None = None, accept: str = JSON) -> Iterable[Object]:
+        """All items of a collection, read in pages. Never from a cache: what is not in it does not exist."""
+        token, wanted = "", {"limit": "500", **(query or {})}
+        items: list[Object] = []
+        while True:
+            page = await self.request(
+                "GET", path, query={**wanted, **({"continue": token} if token else {})}, accept=accept
+            )
+            items += page.get("items") or []
+            token = (page.get("metadata") or {}).get("continue") or ""
+            if not token:
+                return items
+
+    async def serves(self, group_version: str, plural: str) -> bool:
+        """Whether the API server knows a resource. Raises ApiError where it does not say."""
+        try:
+            found = await self.request("GET", f"/apis/{group_version}")
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return any(r.get("name") == plural for r in found.get("resources") or [])

@@ -1,0 +1,108 @@
+"""Observed: what exists for one service, put together from the mirror, the pods' own words and notices. Pure.
+
+It decides one thing only: which objects are this service's own. A name can still belong to the last service of that
+name, or be on its way out; such an object is not taken for ours, and nothing is applied to it before it is gone.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from pydantic import ValidationError
+
+from kvern_operator.admin import Report, Target
+from kvern_operator.api.status import InferenceServiceStatus
+from kvern_operator.api.types import InferenceService
+from kvern_operator.desired import meta
+from kvern_operator.mirror import Live
+from kvern_operator.observed import Notice, Object, Observed, Pod, Refusal
+from kvern_operator.pods import read_pod
+
+
+@dataclass(frozen=True)
+class Scene:
+    """`observed` is for reconcile. `live`: own children by (kind, name). `taken`: names that others hold for now.
+    `targets`: pods to ask, `leaving`: the UIDs of those whose replica drains."""
+
+    observed: Observed
+    live: Mapping[tuple[str, str], Live]
+    taken: frozenset[tuple[str, str]]
+    targets: tuple[Target, ...] = ()
+    leaving: frozenset[str] = frozenset()
+
+
+def read_status(document: Object) -> InferenceServiceStatus | None:
+    """The status that was written last; None where there is none, or none that this version can read."""
+    try:
+        return InferenceServiceStatus.model_validate(document["status"]) if document.get("status") else None
+    except ValidationError:
+        return None
+
+
+def observe(
+    service: InferenceService,
+    children: Iterable[Live],
+    pods: Iterable[Object],
+    reports: Mapping[str, Report],
+    *,
+    status: InferenceServiceStatus | None = None,
+    notices: tuple[Notice, ...] = (),
+    refusals: tuple[Refusal, ...] = (),
+    admin_secret: bool = False,
+    token: str = "",
+) -> Scene:
+    """Everything of one service. `token` goes to the pods that are asked."""
+    live, taken = {}, set()
+    for child in children:
+        if is_own(child, service.metadata.uid):
+            live[child.kind, child.name] = child
+        else:
+            taken.add((child.kind, child.name))
+    seen = [_pod(obj, live, reports) for obj in pods]
+    stuck = any(p.component == meta.ENGINE and p.reason == "Unschedulable" for p in seen)
+    leaving = {n for (k, n), c in live.items() if k == "StatefulSet" and meta.annotation(c.obj, meta.DRAINING_SINCE)}
+    return Scene(
+        observed=Observed(
+            children=tuple(child.obj for child in live.values()),
+            pods=tuple(seen),
+            status=status,
+            # How many more would fit is not known without reading nodes; that none does is seen.
+            spare_replicas=0 if stuck else None,
+            admin_secret=admin_secret,
+            notices=notices,
+            refusals=refusals,
+        ),
+        live=live,
+        taken=frozenset(taken),
+        targets=tuple(
+            Target(p.uid, p.name, p.restarts, p.admin_address, token)
+            for p in seen
+            if p.admin_address and p.running and not p.terminating
+        ),
+        leaving=frozenset(p.uid for p in seen if p.owner in leaving),
+    )
+
+
+def is_own(child: Live, uid: str) -> bool:
+    """Whether a child belongs to the service with this UID and is there to stay. A claim that is to outlive its service
+    has no owner: whoever has its name takes it over."""
+    if child.deleting:
+        return False
+    return uid in child.owners or (child.kind == "PersistentVolumeClaim" and not child.owners)
+
+
+def _pod(obj: Object, live: Mapping[tuple[str, str], Live], reports: Mapping[str, Report]) -> Pod:
+    pod = read_pod(obj)
+    owner = live.get(("StatefulSet", pod.owner))
+    controllers = {r.get("uid") for r in obj["metadata"].get("ownerReferences") or () if r.get("controller")}
+    if pod.component == meta.ENGINE and controllers and (owner is None or owner.uid not in controllers):
+        pod = replace(pod, terminating=True)  # of a StatefulSet that is gone: the garbage collector will come by
+    report = reports.get(pod.uid)
+    if report is None or not pod.running:
+        return pod
+    return replace(
+        pod,
+        in_flight=report.in_flight,
+        draining=report.draining,
+        feasible=report.feasible,
+        device=report.device,
+    )

@@ -1,0 +1,93 @@
+"""A Pod object of the API server -> what reconcile sees of it. Pure.
+
+What only the pod itself knows (its load, its layout, its device) is added by whoever asks it (see observe.py).
+"""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Literal
+
+from kvern_operator.api.base import parse_time
+from kvern_operator.desired import meta
+from kvern_operator.desired.engine import ADMIN_PORT, HTTP_PORT
+from kvern_operator.loglines import telling_line
+from kvern_operator.observed import Object, Pod
+from kvern_operator.trouble import restarts, trouble
+
+EPOCH = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
+
+
+def read_pod(obj: Object) -> Pod:
+    """A v1 Pod that carries Kvern's labels. Never raises: what is missing or malformed counts as not known."""
+    metadata, status = obj.get("metadata") or {}, obj.get("status") or {}
+    labels = metadata.get("labels") or {}
+    component = str(labels.get(meta.COMPONENT_LABEL, ""))
+    main = _main_container(obj, component)
+    running = (main.get("state") or {}).get("running")
+    over = status.get("phase") in ("Failed", "Succeeded")
+    found = trouble(obj)
+    ip = str(status.get("podIP") or "")
+    return Pod(
+        name=str(metadata.get("name", "")),
+        uid=str(metadata.get("uid", "")),
+        owner=_owner(labels, component),
+        component=component,
+        created=_time(metadata.get("creationTimestamp")) or EPOCH,
+        running=running is not None and not over,
+        ready=_condition(status, "Ready").get("status") == "True",
+        # The startup probe asks /ready: `started` says that it has been ready since the container last started.
+        served=bool(running is not None and main.get("started")) and not over,
+        terminating=metadata.get("deletionTimestamp") is not None,
+        address=_address(ip, HTTP_PORT),
+        admin_address=_address(ip, ADMIN_PORT) if component == meta.ENGINE else "",
+        restarts=restarts(obj),
+        reason=found.reason if found else "",
+        message=found.message if found else "",
+        exit_code=found.exit_code if found else None,
+        last_log=telling_line(found.log_tail) if found and found.log_tail else "",
+        stage=_stage(status, running is not None or over or found is not None),
+        scheduled=_since(status, "PodScheduled"),
+        started=_time((running or {}).get("startedAt")),
+        ready_since=_since(status, "Ready"),
+    )
+
+
+def _main_container(obj: Object, component: str) -> Mapping[str, Any]:
+    """The status of the container that serves: overrides may add others beside it."""
+    found = (obj.get("status") or {}).get("containerStatuses") or ()
+    return next((c for c in found if c.get("name") == component), {})
+
+
+def _owner(labels: Mapping[str, str], component: str) -> str:
+    """A router's pods belong to a ReplicaSet; the Deployment is found by the label of the service."""
+    if component == meta.ROUTER:
+        return f"{labels.get(meta.SERVICE_LABEL, '')}-router"
+    return str(labels.get(meta.REPLICA_LABEL, ""))
+
+
+def _condition(status: Mapping[str, Any], type_: str) -> Mapping[str, Any]:
+    return next((c for c in status.get("conditions") or () if c.get("type") == type_), {})
+
+
+def _since(status: Mapping[str, Any], type_: str) -> datetime | None:
+    found = _condition(status, type_)
+    return _time(found.get("lastTransitionTime")) if found.get("status") == "True" else None
+
+
+def _stage(status: Mapping[str, Any], past: bool) -> Literal["", "scheduling", "creating"]:
+    if past:
+        return ""
+    return "creating" if _condition(status, "PodScheduled").get("status") == "True" else "scheduling"
+
+
+def _time(value: Any) -> datetime | None:
+    try:
+        return parse_time(value)
+    except ValueError:
+        return None
+
+
+def _address(ip: str, port: int) -> str:
+    if not ip:
+        return ""
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"

@@ -1,0 +1,221 @@
+"""What one pass writes into status: counts, layout, capacity, decisions, times of start, and conditions. Pure.
+
+Status is a record: what nothing tells any more (a capacity, a device) stays as it was last known.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from kvern_operator.api.base import parse_time
+from kvern_operator.api.status import (
+    AutoscalingStatus,
+    CacheStatus,
+    Capacity,
+    Decision,
+    FeasibleSize,
+    InferenceServiceStatus,
+    ParallelismStatus,
+    Revision,
+    Startup,
+)
+from kvern_operator.api.types import InferenceService
+from kvern_operator.causes import Surroundings
+from kvern_operator.conditions import View, compute, condition
+from kvern_operator.desired import engine, meta, services
+from kvern_operator.desired.layout import Layout, parse_layout, wanted_layout
+from kvern_operator.observed import Notice, Observed, Pod
+from kvern_operator.rollout import Replica
+from kvern_operator.settings import Settings
+
+HISTORY = 10  # decisions kept in status
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a pass of reconcile has found out and decided. `ignored`: see Settings.ignored."""
+
+    service: InferenceService
+    observed: Observed
+    replicas: list[Replica]
+    desired: int
+    now: datetime
+    settings: Settings
+    ignored: tuple[str, ...]
+
+
+def status_of(found: Pass) -> InferenceServiceStatus:
+    """The whole status after one pass."""
+    service, observed, previous = found.service, found.observed, found.observed.status
+    spec, layout = service.spec, wanted_layout(service.spec)
+    sets = {o["metadata"]["name"]: o for o in observed.children if o["kind"] == "StatefulSet"}
+    ready = [r for r in found.replicas if r.ready and not r.leaving]
+    parsed = (parse_layout(meta.annotation(sets[r.name], meta.LAYOUT)) for r in ready)
+    layouts = frozenset(x for x in parsed if x is not None)
+    view = _view(found, layout, layouts, len(ready))
+    revisions = {sets[r.name]["metadata"]["labels"].get(meta.REVISION_LABEL) for r in ready}
+    before = previous.revision.current if previous else None
+    parallelism = _parallelism(layout, layouts, observed.pods, previous, found.now)
+    phase: Any = "None" if spec.cache is None else "Ready" if ready else "Pending"
+    return InferenceServiceStatus(
+        observed_generation=service.metadata.generation,
+        replicas=len(found.replicas),
+        ready_replicas=len(ready),
+        desired_replicas=found.desired,
+        selector=",".join(f"{k}={v}" for k, v in meta.selector(service, meta.ENGINE).items()),
+        url=view.url,
+        model=spec.model.served_name,
+        parallelism=parallelism,
+        device=_device(observed.pods, previous),
+        startup=_startup(observed.pods, previous),
+        capacity=Capacity(
+            gpus=sum(_number(meta.annotation(o, meta.GPUS)) for o in sets.values()),
+            kv_tokens_per_replica=next((f.kv_tokens for f in parallelism.feasible if f.size == layout.tensor), None),
+        ),
+        autoscaling=_decision(service, found.desired, previous, found.now),
+        revision=Revision(current=revisions.pop() if len(revisions) == 1 else before, updated=engine.revision(spec)),
+        cache=CacheStatus(phase=phase),
+        conditions=compute(view, previous, service.metadata.generation, found.now),
+    )
+
+
+def invalid_spec(
+    previous: InferenceServiceStatus | None, generation: int, problems: Sequence[str], now: datetime
+) -> InferenceServiceStatus:
+    """The status of a service whose spec cannot be used (`problems`: one line each, as a ManifestError has them).
+    Nothing is changed for it: what ran before goes on and stays in status."""
+    message, status = "; ".join(problems), previous or InferenceServiceStatus()
+    said = f"{message} (what ran before goes on)" if status.replicas else message
+    changed = [
+        condition("Ready", ("False", "InvalidSpec", said), previous, generation, now),
+        condition("Degraded", ("True", "InvalidSpec", message), previous, generation, now),
+    ]
+    everyone = {c.type: c for c in status.conditions} | {c.type: c for c in changed}
+    return status.model_copy(update={"observed_generation": generation, "conditions": list(everyone.values())})
+
+
+# ---------------------------------------------------------------- the view of conditions
+
+
+def _view(found: Pass, layout: Layout, layouts: frozenset[Layout], ready: int) -> View:
+    present = [r for r in found.replicas if r.current and not r.leaving]
+    memory = found.service.spec.resources.memory
+    return View(
+        spec=found.service.spec,
+        desired=found.desired,
+        total=len(found.replicas),
+        current=len(present),
+        current_ready=sum(r.ready for r in present),
+        ready=ready,
+        leaving=sum(r.leaving for r in found.replicas),
+        pods=found.observed.pods,
+        layout=layout,
+        layouts=layouts,
+        url=services.url(found.service, found.settings),
+        ignored=(*found.ignored, *found.settings.ignored),
+        around=Surroundings(
+            notices=_relevant(found.observed),
+            refusals=found.observed.refusals,
+            lacking=_lacking(found.observed),
+            memory="" if memory is None else str(memory),
+        ),
+    )
+
+
+def _relevant(observed: Observed) -> tuple[Notice, ...]:
+    """Without those of objects that had the same name before: an event outlives its object."""
+    uids = {(o["kind"], o["metadata"]["name"]): o["metadata"].get("uid", "") for o in observed.children}
+    return tuple(n for n in observed.notices if n.uid in ("", uids.get((n.kind, n.name)) or n.uid))
+
+
+def _lacking(observed: Observed) -> frozenset[str]:
+    """Workloads with fewer pods than they are to have."""
+    owners = [p.owner for p in observed.pods if not p.terminating]
+    workloads = (
+        (o["metadata"]["name"], o["spec"].get("replicas", 1)) for o in observed.children if o["kind"] in meta.FROZEN
+    )
+    return frozenset(name for name, wanted in workloads if owners.count(name) < wanted)
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _device(pods: Iterable[Pod], previous: InferenceServiceStatus | None) -> str | None:
+    """What the ready engines say; where none says anything, what was known last."""
+    known = sorted({p.device for p in pods if p.component == meta.ENGINE and p.ready and p.device})
+    if known:
+        return ", ".join(known)[:256]
+    return previous.device if previous else None
+
+
+def _startup(pods: Iterable[Pod], previous: InferenceServiceStatus | None) -> Startup | None:
+    """Of the newest engine pod, when it has become ready: readiness may come and go afterwards. A pod that crashed
+    before it was ready says nothing of how long a start takes."""
+    before = previous.startup if previous else None
+    known = [
+        (pod.ready_since, pod.name, pod)
+        for pod in pods
+        if pod.component == meta.ENGINE and pod.ready and not pod.restarts
+        if pod.scheduled and pod.started and pod.ready_since
+        if before is None or parse_time(pod.created) > before.created
+    ]
+    if not known:
+        return before
+    ready_since, name, pod = max(known, key=lambda entry: entry[:2])
+    steps = [pod.created, pod.scheduled, pod.started, ready_since]
+    parts = [max(0, int((b - a).total_seconds())) for a, b in pairwise(steps) if a and b]
+    return Startup(
+        pod=name,
+        created=pod.created,
+        scheduling_seconds=parts[0],
+        creating_seconds=parts[1],
+        loading_seconds=parts[2],
+        total_seconds=sum(parts),
+    )
+
+
+def _decision(
+    service: InferenceService, desired: int, previous: InferenceServiceStatus | None, now: datetime
+) -> AutoscalingStatus:
+    before = previous.autoscaling if previous else AutoscalingStatus()
+    seen = previous is not None and before.last_decision is not None
+    last = previous.desired_replicas if previous is not None and seen else 0
+    if seen and last == desired:
+        return before
+    why = "suspended" if service.spec.suspend else f"spec.replicas is {service.spec.replicas}"
+    made = Decision(time=now, from_=last, to=desired, reason=why)
+    return AutoscalingStatus(last_decision=made, history=[*before.history, made][-HISTORY:])
+
+
+def _parallelism(
+    layout: Layout,
+    layouts: frozenset[Layout],
+    pods: Iterable[Pod],
+    previous: InferenceServiceStatus | None,
+    now: datetime,
+) -> ParallelismStatus:
+    before = previous.parallelism if previous else ParallelismStatus()
+    changed = now if before.target not in (None, layout.tensor) else before.last_change_time
+    sizes = {x.tensor for x in layouts}
+    return ParallelismStatus(
+        current=sizes.pop() if len(sizes) == 1 else None,
+        target=layout.tensor,
+        recommended=before.recommended,
+        feasible=_feasible(pods) or before.feasible,
+        last_change_time=changed,
+    )
+
+
+def _feasible(pods: Iterable[Pod]) -> list[FeasibleSize]:
+    """What the replicas report; where they differ, the least."""
+    least: dict[int, int] = {}
+    for pod in pods:
+        for size, tokens in pod.feasible:
+            least[size] = min(tokens, least.get(size, tokens))
+    return [FeasibleSize(size=size, kv_tokens=least[size]) for size in sorted(least)]

@@ -1,0 +1,87 @@
+"""The connection that kopf watches through, and whether its watches are alive.
+
+A watch that has fallen silent looks like a quiet cluster. Every watch gets a bookmark a minute, so the age of the last
+byte on each tells them apart; an open port or a running loop does not.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import aiohttp
+from aiohttp.client_middlewares import ClientHandlerType
+from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
+
+from kvern_operator.queue import Clock
+
+
+@dataclass
+class _Watch:
+    response: aiohttp.ClientResponse
+    seen: int  # bytes
+    at: float  # when there were new ones
+
+
+class Watches:
+    """Keeps an eye on the streams of one session. `listed(path)` is called for each list that is not the first."""
+
+    def __init__(self, listed: Callable[[str], None] = lambda path: None, clock: Clock = time.monotonic) -> None:
+        self.listed, self._clock = listed, clock
+        self._watches: dict[str, _Watch] = {}
+        self._lists: set[str] = set()
+
+    def trace(self) -> aiohttp.TraceConfig:
+        """What a session needs to be watched over."""
+        config = aiohttp.TraceConfig()
+        config.on_request_end.append(self._ended)
+        return config
+
+    async def _ended(
+        self, session: aiohttp.ClientSession, context: SimpleNamespace, params: aiohttp.TraceRequestEndParams
+    ) -> None:
+        """A response's head has come; what follows of a watch is read from its stream's counter."""
+        if params.method.upper() != "GET" or params.response.status != 200:
+            return
+        path = params.response.url.path
+        if params.response.url.query.get("watch") == "true":
+            self._watches[path] = _Watch(params.response, 0, self._clock())
+        elif path in self._lists:
+            self.listed(path)
+        else:
+            self._lists.add(path)
+
+    @property
+    def count(self) -> int:
+        """How many collections are watched, or were."""
+        return len(self._watches)
+
+    def age(self) -> float:
+        """Seconds since the most silent watch has said anything; 0 where there is none yet."""
+        now, oldest = self._clock(), 0.0
+        for watch in self._watches.values():
+            seen = watch.response.content.total_bytes
+            if seen != watch.seen:
+                watch.seen, watch.at = seen, now
+            oldest = max(oldest, now - watch.at)
+        return oldest
+
+
+def open_session(configuration: Configuration, watches: Watches) -> aiohttp.ClientSession:
+    """A session with the configuration's TLS and its token, asked for anew at each request: tokens expire."""
+
+    async def authorize(request: aiohttp.ClientRequest, handler: ClientHandlerType) -> aiohttp.ClientResponse:
+        token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        if token:
+            request.headers["Authorization"] = token
+        return await handler(request)
+
+    tls = RESTClientObject(configuration).ssl_context
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls),
+        middlewares=(authorize,),
+        trace_configs=[watches.trace()],
+        trust_env=False,
+        read_bufsize=2**20,
+    )

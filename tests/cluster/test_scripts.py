@@ -1,0 +1,86 @@
+"""The parts of e2e/cluster that can be tried without a cluster: what packs images, what reads kind's source, the shell
+scripts' syntax."""
+
+import hashlib
+import importlib.util
+import json
+import subprocess
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = ROOT / "e2e" / "cluster"
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"e2e_cluster_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("script", sorted(CLUSTER.rglob("*.sh")), ids=lambda p: p.name)
+def test_shell_scripts_parse(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "/work/" not in script.read_text()
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_an_image_is_a_docker_archive(tmp_path: Path, compress: bool) -> None:
+    """Layer digests are of the uncompressed layer; the same folder gives the same image."""
+    mkimage = load(CLUSTER / "offline" / "mkimage.py")
+    folder = tmp_path / "root"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "app").write_text("#!/bin/sh\n")
+    (folder / "proc").mkdir()
+    (folder / "proc" / "hidden").write_text("x")
+    out = tmp_path / "image.tar"
+    mkimage.pack(out, "kvern-e2e/app:v1", folder, {"Entrypoint": ["/bin/app"]}, compress)
+    with tarfile.open(out) as archive:
+        (entry,) = json.load(archive.extractfile("manifest.json"))  # type: ignore[arg-type]
+        config = archive.extractfile(entry["Config"]).read()  # type: ignore[union-attr]
+        layer = tmp_path / "layer"
+        layer.write_bytes(archive.extractfile(entry["Layers"][0]).read())  # type: ignore[union-attr]
+    assert entry["RepoTags"] == ["kvern-e2e/app:v1"]
+    assert entry["Config"] == hashlib.sha256(config).hexdigest() + ".json"
+    image = json.loads(config)
+    assert image["config"]["Entrypoint"] == ["/bin/app"] and image["config"]["Env"][0].startswith("PATH=")
+    with tarfile.open(layer) as inner:
+        members = {m.name: m for m in inner.getmembers()}
+    assert "./bin/app" in members and "./proc/hidden" not in members
+    assert (members["./bin/app"].uid, members["./bin/app"].gid) == (0, 0)
+    assert entry["Layers"][0].startswith(image["rootfs"]["diff_ids"][0].removeprefix("sha256:"))
+    if not compress:
+        assert hashlib.sha256(layer.read_bytes()).hexdigest() in entry["Layers"][0]
+    mkimage.pack(tmp_path / "again.tar", "kvern-e2e/app:v1", folder, {"Entrypoint": ["/bin/app"]}, compress)
+    with tarfile.open(out) as one, tarfile.open(tmp_path / "again.tar") as other:
+        assert one.getnames() == other.getnames()  # they are digests
+
+
+def test_the_storage_manifest_is_cut_out_of_kinds_source() -> None:
+    storage = load(CLUSTER / "offline" / "storage_manifest.py")
+    source = 'const a = "image:v1"\nconst defaultStorageManifest = `\nkind: X\nimage: ` + a + `\n`\nvar rest = `y`\n'
+    assert storage.manifest(source) == "kind: X\nimage: image:v1\n"
+    with pytest.raises(ValueError, match="kind has moved its storage manifest"):
+        storage.manifest("package nodeimage")
+
+
+def test_the_entrypoint_is_changed_in_one_place() -> None:
+    hide = load(CLUSTER / "offline" / "hide_controllers.py")
+    changed = hide.hidden(f"fix() {{\n{hide.AFTER}}}\n")
+    assert "mount --bind /kind/fake-cgroups /proc/cgroups" in changed and "remove_misc_controller" not in changed
+    with pytest.raises(ValueError, match="entrypoint has changed"):
+        hide.hidden("fix() { :; }\n")
+
+
+def test_an_api_server_without_programs_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    apiserver = load(CLUSTER / "apiserver.py")
+    monkeypatch.setattr(apiserver, "TOOLS", tmp_path)
+    with pytest.raises(apiserver.ControlPlaneError, match=r"etcd, kube-apiserver not in .*; run .*binaries.sh control"):
+        apiserver.start(tmp_path / "api")
+    assert not (tmp_path / "api").exists()

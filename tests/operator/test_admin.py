@@ -1,0 +1,149 @@
+"""Asking pods: what is read, when it is asked, and that a hung one holds up nobody."""
+
+import asyncio
+import time
+
+import pytest
+from aiohttp import web
+from effects import KEY, until
+
+from kvern_operator.admin import Pace, Prober, Report, Target, read_layout, read_load
+
+FAST = Pace(usual=0.05, leaving=0.01, silent=0.02, layout=0.1, timeout=0.3, patience=2)
+
+
+class Engine:
+    """The admin port of an engine."""
+
+    def __init__(self):
+        self.load = {"draining": False, "in_flight": 2}
+        self.layout = {"feasible": [{"size": 1, "kvTokens": 4096}], "device": "cpu"}
+        self.hang, self.asked, self.told = False, 0, []
+
+    async def drain(self, request):
+        self.asked += 1
+        if self.hang:
+            await asyncio.sleep(30)
+        if request.headers.get("Authorization") != "Bearer secret":
+            return web.json_response({}, status=401)
+        if request.method != "GET":
+            self.told.append(request.method)
+            self.load = {**self.load, "draining": request.method == "POST"}
+        return web.json_response(self.load)
+
+    async def layout_(self, request):
+        return web.json_response(self.layout)
+
+    async def start(self):
+        app = web.Application()
+        app.router.add_route("*", "/admin/drain", self.drain)
+        app.router.add_get("/admin/layout", self.layout_)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        return f"127.0.0.1:{self.runner.addresses[0][1]}"
+
+
+@pytest.fixture
+async def engine():
+    engine = Engine()
+    engine.address = await engine.start()
+    yield engine
+    await engine.runner.cleanup()
+
+
+@pytest.fixture
+async def prober():
+    changed = []
+    prober = Prober(changed.append, FAST)
+    prober.changes = changed
+    yield prober
+    await prober.close()
+
+
+def target(engine, uid="p-1", restarts=0, token="secret"):
+    return Target(uid, f"pod {uid}", restarts, engine.address, token)
+
+
+async def test_a_pod_is_asked_and_its_answers_are_kept(engine, prober):
+    prober.watch(KEY, [target(engine)])
+    await until(lambda: prober.reports(KEY)["p-1"] == Report(2, False, ((1, 4096),), "cpu"))
+    assert prober.changes == [KEY, KEY]  # its layout, then its load
+    engine.load = {"draining": False, "in_flight": 5}
+    await until(lambda: prober.reports(KEY)["p-1"].in_flight == 5)
+    assert len(prober.changes) == 2  # a changing load is no reason to reconcile
+    prober.watch(KEY, [target(engine)], leaving=["p-1"])
+    engine.load = {"draining": True, "in_flight": 0}
+    await until(lambda: prober.reports(KEY)["p-1"].in_flight == 0)
+    assert len(prober.changes) == 3  # but for one that leaves it is
+
+
+async def test_telling_shows_at_once(engine, prober):
+    prober.watch(KEY, [target(engine)])
+    await until(lambda: prober.reports(KEY)["p-1"].in_flight == 2)
+    await prober.tell(KEY, "p-1", draining=True)
+    assert engine.told == ["POST"] and prober.reports(KEY)["p-1"].draining
+    await prober.tell(KEY, "p-1", draining=False)
+    assert engine.told == ["POST", "DELETE"] and not prober.reports(KEY)["p-1"].draining
+    await prober.tell(KEY, "unknown", draining=True)
+
+
+async def test_a_hung_pod_holds_up_nobody_and_becomes_unknown(engine, prober, caplog):
+    other = Engine()
+    other.address = await other.start()
+    prober.watch(KEY, [target(engine), target(other, "p-2")])
+    await until(lambda: all(r.in_flight == 2 for r in prober.reports(KEY).values()))
+    other.hang = True
+    asked = engine.asked
+    began = time.monotonic()
+    await until(lambda: prober.reports(KEY)["p-2"].in_flight is None)
+    assert time.monotonic() - began < 3
+    assert engine.asked > asked and prober.reports(KEY)["p-1"].in_flight == 2
+    await prober.tell(KEY, "p-2", draining=True)
+    assert "pod p-2 could not be told to drain: no answer in time" in caplog.text
+    other.hang = False
+    await until(lambda: prober.reports(KEY)["p-2"].in_flight == 2)
+    await other.runner.cleanup()
+
+
+async def test_one_missed_answer_is_no_news(engine, prober):
+    prober.watch(KEY, [target(engine)])
+    await until(lambda: prober.reports(KEY)["p-1"].in_flight == 2)
+    prober.changes.clear()
+    engine.load = {"what": "is this"}
+    asked = engine.asked
+    await until(lambda: engine.asked > asked)
+    engine.load = {"draining": False, "in_flight": 2}
+    await until(lambda: engine.asked > asked + 2)
+    assert prober.reports(KEY)["p-1"].in_flight == 2 and prober.changes == []
+
+
+async def test_a_restarted_pod_is_a_new_one_and_the_gone_are_not_asked(engine, prober):
+    prober.watch(KEY, [target(engine)])
+    await until(lambda: prober.reports(KEY)["p-1"].in_flight == 2)
+    prober.watch(KEY, [target(engine, restarts=1)])
+    assert prober.reports(KEY)["p-1"] == Report()
+    await until(lambda: prober.reports(KEY)["p-1"].in_flight == 2)
+    prober.watch(KEY, [])
+    assert prober.reports(KEY) == {}
+    await asyncio.sleep(0.05)
+    asked = engine.asked
+    await asyncio.sleep(0.15)
+    assert engine.asked == asked
+
+
+async def test_a_wrong_token_is_no_answer(engine, prober):
+    prober.watch(KEY, [target(engine, token="wrong")])
+    await until(lambda: engine.asked > 2)
+    assert prober.reports(KEY)["p-1"].in_flight is None
+
+
+def test_odd_answers():
+    before = Report(1, True, ((1, 10),), "cpu")
+    with pytest.raises(ValueError, match="no in_flight"):
+        read_load(["x"], before)
+    with pytest.raises(ValueError, match="no in_flight"):
+        read_load({"in_flight": "3"}, before)
+    assert read_layout("x", before) == before
+    assert read_layout({"feasible": [{"size": 1}]}, before) == before
+    assert read_layout({"feasible": []}, before).feasible == ()

@@ -1,0 +1,411 @@
+"""`kvern status`, `explain` and `logs` against an API server: what they ask, show and say when it says no."""
+
+import json
+import queue
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_api import PODS, SERVICES, FakeApi, serving, status
+from recorded import condition, crashed, event, pod, replica, router_pods, routers, running, service, waiting
+
+from kvern_cli.kube.gather import missing_hint
+from kvern_cli.logs import is_replica, merged, split_time, wanted_pods
+from kvern_cli.main import main
+
+ALL_SERVICES = "/apis/kvern.dev/v1alpha1/inferenceservices"
+EVENTS = "/api/v1/namespaces/team-a/events"
+SETS, DEPLOYMENTS = "/apis/apps/v1/namespaces/team-a/statefulsets", "/apis/apps/v1/namespaces/team-a/deployments"
+READY = (condition("Ready", "True", "AllReplicasReady"), condition("Available", "True", "Answering"))
+
+
+@pytest.fixture
+def api():
+    return FakeApi()
+
+
+@pytest.fixture
+def cluster(api, tmp_path, monkeypatch):
+    """A cluster that $KUBECONFIG leads to, with the service smol in namespace team-a; nothing runs locally."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    api.put_list(SERVICES, [service(*READY, readyReplicas=1)])
+    api.objects[ALL_SERVICES] = api.objects[SERVICES]
+    api.put_list(PODS, [pod("smol-r0-0", running()), *router_pods()])
+    api.put_list(SETS, [replica("smol-r0")])
+    api.put_list(DEPLOYMENTS, [routers()])
+    api.put_list(EVENTS, [])
+    with serving(api) as server:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", server)))
+        yield api
+
+
+def kubeconfig(path: Path, server: str) -> Path:
+    document = {
+        "current-context": "kind",
+        "contexts": [{"name": "kind", "context": {"cluster": "c", "user": "ada", "namespace": "team-a"}}],
+        "clusters": [{"name": "c", "cluster": {"server": server}}],
+        "users": [{"name": "ada", "user": {"token": "t"}}],
+    }
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main(argv)
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+# ---------------------------------------------------------------- status
+
+
+def test_services_of_the_contexts_namespace(cluster, capsys):
+    code, out, err = run(capsys, "status")
+    assert code == 0 and err == "context kind, namespace team-a\n"
+    header, row = out.splitlines()
+    assert header.split()[0] == "NAME" and row.split()[:2] == ["smol", "smollm2-135m"]
+    assert cluster.headers[-1]["Authorization"] == "Bearer t" and cluster.headers[-1]["User-Agent"].startswith("kvern/")
+
+
+def test_services_of_all_namespaces_and_wide(cluster, capsys):
+    _, out, err = run(capsys, "status", "-A", "-o", "wide")
+    assert err == "context kind, all namespaces\n"
+    assert out.splitlines()[0].split()[0] == "NAMESPACE" and out.splitlines()[0].split()[-1] == "MESSAGE"
+    cluster.put_list(SERVICES, [])
+    _, out, _ = run(capsys, "status", "-n", "team-a")
+    assert out == "context kind, namespace team-a: no inferenceservices; apply one, such as examples/smollm2.yaml\n"
+
+
+def test_one_service_with_its_pods(cluster, capsys):
+    _, out, _ = run(capsys, "status", "smol")
+    assert "AllReplicasReady" in out and "smol-r0-0" in out and "tp1pp1dp1" in out and "smol-router-5d8-1" in out
+
+
+def test_the_object_itself(cluster, capsys):
+    _, out, err = run(capsys, "status", "smol", "-o", "json")
+    assert json.loads(out)["metadata"]["name"] == "smol" and err == ""
+    _, out, _ = run(capsys, "status", "-o", "yaml")
+    assert yaml.safe_load(out)["kind"] == "List" and len(yaml.safe_load(out)["items"]) == 1
+
+
+def test_long_lists_come_in_pages(cluster, capsys):
+    many = [service(*READY) for _ in range(5)]
+    for i, one in enumerate(many):
+        one["metadata"]["name"] = f"s{i}"
+    cluster.put_list(SERVICES, many)
+    cluster.page = 2
+    _, out, _ = run(capsys, "status")
+    assert [line.split()[0] for line in out.splitlines()[1:]] == [f"s{i}" for i in range(5)]
+    assert cluster.asked.count(SERVICES) == 3
+
+
+def test_a_page_that_has_expired_leads_to_the_whole_list(cluster, capsys):
+    def answer(query):
+        if "continue" in query:
+            return status(410, "Expired", "The provided continue parameter is too old")
+        more = {"continue": "x"} if "limit" in query else {}
+        return 200, {"items": [service(*READY)], "metadata": more}
+
+    cluster.objects[SERVICES] = answer
+    _, out, _ = run(capsys, "status")
+    assert len(out.splitlines()) == 2
+
+
+def test_watching_prints_again_what_has_changed(cluster, capsys, monkeypatch):
+    monkeypatch.setattr("kvern_cli.status.WATCH_SECONDS", 0.0)
+    looks = 0
+
+    def answer(query):
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            return status(503, "ServiceUnavailable", "not now")
+        if looks > 4:
+            raise KeyboardInterrupt
+        return 200, {"items": [service(*READY, readyReplicas=looks)]}
+
+    def sleep(_):
+        if looks >= 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvern_cli.status.time.sleep", sleep)
+    cluster.objects[SERVICES] = answer
+    code, out, _ = run(capsys, "status", "-w")
+    assert code == 130 and [line.split()[3] for line in out.splitlines() if line.startswith("smol")] == ["1", "2", "4"]
+
+
+# ---------------------------------------------------------------- explain
+
+
+def test_explain_asks_for_all_that_it_needs(cluster, capsys):
+    bad = condition("Ready", "False", "CrashLoopBackOff")
+    cluster.put_list(SERVICES, [service(bad, condition("Available", "False", "CrashLoopBackOff"))])
+    cluster.put_list(PODS, [pod("smol-r0-0", crashed(1, 3)), *router_pods()])
+    cluster.objects[f"{PODS}/smol-r0-0/log"] = lambda query: (
+        (200, "starting\nkvern serve: error: model '/models/x' was not found\n") if "previous" in query else (400, "no")
+    )
+    code, out, err = run(capsys, "explain", "smol")
+    assert code == 0 and err == "context kind, namespace team-a\n"
+    assert "smol does not answer: smol-r0-0 does not find its model." in out
+    assert "(ModelNotFound), started again 3 times" in out and "model '/models/x' was not found" in out
+    assert "kvern logs -n team-a smol --previous" in out
+
+
+def test_explain_finds_what_only_events_tell(cluster, capsys):
+    cluster.put_list(SERVICES, [service(condition("Ready", "False", "Loading"))])
+    cluster.put_list(PODS, router_pods())
+    cluster.put_list(SETS, [replica("smol-r0", existing=0)])
+    del cluster.objects[SETS][0]["kind"]  # as in real lists
+    cluster.put_list(
+        EVENTS, [event("StatefulSet", "smol-r0", "FailedCreate", 'pods "x" is forbidden: exceeded quota: q')]
+    )
+    _, out, _ = run(capsys, "explain", "smol")
+    assert "the namespace's quota allows no further pod" in out and "exceeded quota: q" in out
+
+
+def test_explain_goes_without_what_it_may_not_read(cluster, capsys):
+    cluster.objects[PODS] = status(403, "Forbidden", 'pods is forbidden: User "ada" cannot list resource "pods"')
+    code, out, _ = run(capsys, "explain", "smol")
+    assert (
+        code == 0 and "Pods could not be read: not allowed to list pods in namespace team-a: pods is forbidden" in out
+    )
+    assert "smol answers: 1 of 1 replica." in out
+
+
+# ---------------------------------------------------------------- no
+
+
+@pytest.mark.parametrize("command", ["status", "explain", "logs"])
+def test_no_such_service_says_what_there_is(cluster, capsys, command):
+    cluster.put_list(PODS, [])
+    code, out, err = run(capsys, command, "smoll")
+    text = "there is no inferenceservice smoll in namespace team-a (context kind); did you mean smol?"
+    assert (code, out, err) == (1, "", f"kvern {command}: {text}\n")
+
+
+def test_hints_for_a_name_that_is_not_there():
+    there = [("a", "llama"), ("a", "smol"), ("b", "mix")]
+    assert missing_hint("mix", "a", there) == "; there is one in namespace b: -n b"
+    assert missing_hint("smoll", "a", there) == "; did you mean smol?"
+    assert missing_hint("x", "a", there) == "; there are: llama, smol"
+    assert missing_hint("x", "c", there) == "; there is none at all in it"
+
+
+def test_the_resource_is_not_installed(cluster, capsys):
+    for path in (SERVICES, ALL_SERVICES, f"{SERVICES}/smol"):
+        cluster.objects.pop(path)
+    for argv in (("status",), ("explain", "smol")):
+        code, _, err = run(capsys, *argv)
+        assert code == 1 and "does not know InferenceService of kvern.dev/v1alpha1" in err
+        assert "helm install kvern-crds charts/kvern-crds" in err
+
+
+def test_not_allowed(cluster, capsys):
+    words = 'inferenceservices.kvern.dev is forbidden: User "ada" cannot list resource'
+    cluster.objects[SERVICES] = status(403, "Forbidden", words)
+    code, _, err = run(capsys, "status")
+    assert code == 1
+    assert err == f"kvern status: not allowed to list inferenceservices in namespace team-a: {words}\n"
+
+
+def test_not_accepted(cluster, capsys):
+    cluster.token = "another"
+    assert run(capsys, "status") == (
+        1,
+        "",
+        "kvern status: the cluster (context kind) does not accept user ada: log in again\n",
+    )
+
+
+def test_nobody_answers(cluster, capsys, tmp_path):
+    file = kubeconfig(tmp_path / "dead", "http://127.0.0.1:1")
+    code, _, err = run(capsys, "status", "--kubeconfig", str(file))
+    assert code == 1 and err == (
+        "kvern status: cannot reach the cluster at http://127.0.0.1:1 (context kind): Connection refused; "
+        "try: kubectl --context kind cluster-info\n"
+    )
+
+
+def test_somebody_else_answers(cluster, capsys):
+    cluster.objects[SERVICES] = (200, "<html>hello</html>")
+    code, _, err = run(capsys, "status")
+    assert code == 1 and "does not answer as a Kubernetes API server does" in err
+
+
+# ---------------------------------------------------------------- which place
+
+
+def state(tmp_path: Path, name: str, running: bool, monkeypatch) -> None:
+    folder = tmp_path / "state" / "kvern" / f"default_{name}"
+    (folder / "logs").mkdir(parents=True)
+    log = folder / "logs" / f"{name}-r0-0.log"
+    log.write_text("one\ntwo\n")
+    svc = service(*READY, readyReplicas=1)
+    svc["metadata"] |= {"name": name, "namespace": "default"}
+    engine = {
+        **{"name": f"{name}-r0-0", "replica": f"{name}-r0", "component": "engine", "ready": True, "doing": "ready"},
+        **{"restarts": 0, "inFlight": 1, "address": "127.0.0.1:4", "pid": 1, "log": str(log)},
+        "created": "2026-01-01T00:00:00Z",
+    }
+    document = {"pid": 1, "file": "/x.yaml", "created": "2026-01-01T00:00:00Z", "service": svc, "pods": [engine]}
+    (folder / "state.json").write_text(json.dumps(document))
+    if running:
+        monkeypatch.setattr("kvern_cli.local.state._locked", lambda folder: folder.name == f"default_{name}")
+
+
+def test_what_runs_on_this_machine_comes_first(cluster, capsys, tmp_path, monkeypatch):
+    state(tmp_path, "home", True, monkeypatch)
+    _, out, err = run(capsys, "status")
+    assert err == "this machine\n" and out.splitlines()[1].startswith("home")
+    for flags in (["--cluster"], ["--context", "kind"], ["-A"]):
+        _, out, err = run(capsys, "status", *flags)
+        assert err.startswith("context kind, ") and "smol" in out and "home" not in out
+    # A name that does not run here is looked for in the cluster.
+    assert run(capsys, "status", "smol")[2] == "context kind, namespace team-a\n"
+    assert run(capsys, "explain", "home")[1].startswith("home answers: 1 of 1 replica.")
+    code, out, _ = run(capsys, "logs", "home", "--tail", "1")
+    assert (code, out) == (0, "two\n")
+
+
+def test_what_has_stopped_here_is_shown_only_where_it_is_asked_for(cluster, capsys, tmp_path, monkeypatch):
+    state(tmp_path, "gone", False, monkeypatch)
+    assert "gone" not in run(capsys, "status")[1]
+    _, out, err = run(capsys, "status", "gone", "--local")
+    assert err == "this machine\n" and "NotRunning" in out and "Stopped" in out
+    monkeypatch.setenv("KUBECONFIG", "/none")
+    assert "does not run" in run(capsys, "explain", "gone")[1]
+    assert run(capsys, "status", "--cluster")[2].startswith("kvern status: no kubeconfig found (looked for /none)")
+    code, _, err = run(capsys, "explain", "nobody")
+    assert code == 1 and err == (
+        "kvern explain: no service nobody on this machine (nothing runs; start it with: kvern up FILE)\n"
+    )
+
+
+# ---------------------------------------------------------------- logs
+
+
+def stamped(*lines: tuple[int, str]) -> str:
+    return "".join(f"2026-01-01T00:00:{second:02d}.000000000Z {text}\n" for second, text in lines)
+
+
+def test_logs_are_merged_by_time_with_the_pod_before_each_line(cluster, capsys):
+    cluster.objects[f"{PODS}/smol-r0-0/log"] = (200, stamped((1, "loading"), (4, "serving")))
+    cluster.objects[f"{PODS}/smol-router-5d8-0/log"] = (200, stamped((2, "listening")))
+    cluster.objects[f"{PODS}/smol-router-5d8-1/log"] = (200, stamped((3, "listening too")))
+    code, out, err = run(capsys, "logs", "smol")
+    assert code == 0 and err == "context kind, namespace team-a\n"
+    assert out.splitlines() == [
+        "smol-r0-0         | loading",
+        "smol-router-5d8-0 | listening",
+        "smol-router-5d8-1 | listening too",
+        "smol-r0-0         | serving",
+    ]
+    assert run(capsys, "logs", "smol", "--replica", "0")[1] == "loading\nserving\n"
+    assert run(capsys, "logs", "smol", "--replica", "0", "--timestamps", "--prefix")[1].splitlines()[0] == (
+        "smol-r0-0 | 2026-01-01T00:00:01.000000000Z loading"
+    )
+    assert len(run(capsys, "logs", "smol", "--component", "router")[1].splitlines()) == 2
+
+
+def test_logs_pass_on_what_is_asked_for(cluster, capsys):
+    seen: list[dict] = []
+    cluster.objects[f"{PODS}/smol-r0-0/log"] = lambda query: (seen.append(query), (200, ""))[1]
+    run(capsys, "logs", "smol", "--replica", "smol-r0", "--tail", "7", "--since", "2m", "-p")
+    expected = {
+        "container": "engine",
+        "tailLines": "7",
+        "sinceSeconds": "120",
+        "previous": "true",
+        "timestamps": "true",
+    }
+    assert {key: values[0] for key, values in seen[0].items()} == expected
+    run(capsys, "logs", "smol", "--replica", "smol-r0", "--tail", "-1")
+    assert "tailLines" not in seen[1] and "previous" not in seen[1]
+
+
+def test_pods_without_a_log_are_named(cluster, capsys):
+    cluster.put_list(PODS, [pod("smol-r0-0", waiting("ImagePullBackOff")), *router_pods()])
+    cluster.objects[f"{PODS}/smol-router-5d8-0/log"] = (200, stamped((2, "listening")))
+    cluster.objects[f"{PODS}/smol-router-5d8-1/log"] = status(500, "InternalError", "kubelet is away")
+    code, out, err = run(capsys, "logs", "smol")
+    assert code == 1 and out == "smol-router-5d8-0 | listening\n"
+    assert "kvern logs: smol-r0-0 has no log yet: ImagePullBackOff\n" in err
+    assert (
+        "kvern logs: smol-router-5d8-1: cannot read the log of pod smol-router-5d8-1 just now: kubelet is away\n" in err
+    )
+    words = 'previous terminated container "engine" in pod "smol-r0-0" not found'
+    cluster.objects[f"{PODS}/smol-r0-0/log"] = status(400, "BadRequest", words)
+    code, _, err = run(capsys, "logs", "smol", "-p", "--component", "engine")
+    assert code == 1 and "smol-r0-0 has not been started again, so there is no earlier log" in err
+
+
+def test_a_service_without_pods_says_where_to_look(cluster, capsys):
+    cluster.put_list(PODS, [])
+    code, _, err = run(capsys, "logs", "smol", "--replica", "4")
+    assert code == 1 and err == (
+        "kvern logs: smol has no such pods (engines and routers, replica 4); why: kvern explain smol\n"
+    )
+
+
+def test_following_takes_up_new_lines_new_pods_and_restarts(cluster, capsys, monkeypatch):
+    monkeypatch.setattr("kvern_cli.logs.LOOK_SECONDS", 0.05)
+    cluster.put_list(PODS, [pod("smol-r0-0", running())])
+    printed: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr("kvern_cli.logs.print", lambda text, **_: printed.put(text), raising=False)
+    runs = [[(1, "first"), (2, "crash")], [(2, "crash"), (5, "again")]]
+    queries: list[dict] = []
+
+    def log(query):
+        queries.append(query)
+        lines = runs.pop(0) if runs else []
+        if not lines:
+            time.sleep(0.2)
+        return 200, lambda: iter(stamped(*lines).splitlines())
+
+    cluster.objects[f"{PODS}/smol-r0-0/log"] = log
+    argv = ["logs", "smol", "-f", "--tail", "3"]
+    threading.Thread(target=main, args=(argv,), daemon=True).start()
+    assert [printed.get(timeout=5) for _ in range(3)] == [
+        "smol-r0-0 | first",
+        "smol-r0-0 | crash",
+        "smol-r0-0 | again",  # of the line that came twice, one
+    ]
+    assert queries[0]["tailLines"] == ["3"] and queries[1]["sinceTime"][0].startswith("2026-01-01T00:00:02")
+    cluster.objects[f"{PODS}/smol-r1-0/log"] = (200, stamped((9, "new")))
+    cluster.put_list(PODS, [pod("smol-r0-0", running()), pod("smol-r1-0", running())])
+    assert printed.get(timeout=5) == "smol-r1-0 | new"
+
+
+def test_choosing_pods():
+    pods = [pod(f"smol-r{i}-0", running()) for i in (10, 2)] + router_pods()
+    assert [s.pod for s in wanted_pods(pods, None, None, "smol")] == [
+        "smol-r2-0",
+        "smol-r10-0",
+        "smol-router-5d8-0",
+        "smol-router-5d8-1",
+    ]
+    assert [s.pod for s in wanted_pods(pods, "engine", "10", "smol")] == ["smol-r10-0"]
+    assert is_replica("smol-r2-0", "smol", "smol-r2", "smol-r2-0") and not is_replica("2", "smol", "smol-r12", "x")
+
+
+def test_lines_without_a_time_stay_behind_the_one_before_them():
+    a = ["2026-01-01T00:00:01.0Z one", "Traceback", "2026-01-01T00:00:05.0Z two"]
+    b = ["2026-01-01T00:00:03.0Z other"]
+    assert [text for _, _, text in merged([("a", a), ("b", b)])] == ["one", "Traceback", "other", "two"]
+    assert split_time("no time here") == ("", "no time here")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["logs", "x", "--since", "5"], "'5' is not a length of time; write 90s, 15m, 2h or 1d"),
+        (["logs", "x", "--tail", "many"], "'many' is not a number of lines; -1 stands for all"),
+        (["status", "--local", "--cluster"], "not allowed with argument"),
+        (["status", "-w", "-o", "json"], "-w shows a table; leave -o json out"),
+        (["explain"], "the following arguments are required: NAME"),
+    ],
+)
+def test_wrong_words(argv, words, capsys):
+    assert main(argv) == 2 and words in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""Observed from objects as an API server gives them: whose they are, what pods say, room for more."""
+
+import pytest
+from fake_cluster import service
+
+from kvern_operator.admin import Report
+from kvern_operator.mirror import trim_child, trim_pod
+from kvern_operator.observe import observe, read_status
+
+LABELS = {"kvern.dev/service": "smol"}
+
+
+def child(name, kind="StatefulSet", owner="u-1", uid="c-1", **metadata):
+    owners = [{"uid": owner, "controller": True}] if owner else []
+    common = {"name": name, "namespace": "team-a", "uid": uid, "resourceVersion": "1", "labels": LABELS}
+    return trim_child({"kind": kind, "metadata": {**common, "ownerReferences": owners, **metadata}, "spec": {}})
+
+
+def pod(name="smol-r0-0", uid="p-1", owner="c-1", component="engine", scheduled=True, **status):
+    labels = {**LABELS, "app.kubernetes.io/component": component, "kvern.dev/replica": name.rpartition("-")[0]}
+    running = [{"name": component, "started": True, "restartCount": 0, "state": {"running": {}}}]
+    condition = {"type": "PodScheduled", "status": "True"}
+    if not scheduled:
+        condition = {
+            **condition,
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "0/2 nodes: Insufficient gpu",
+        }
+        running = []
+    return trim_pod(
+        {
+            "metadata": {
+                "name": name,
+                "namespace": "team-a",
+                "uid": uid,
+                "labels": labels,
+                "creationTimestamp": "2026-01-01T00:00:00Z",
+                "ownerReferences": [{"uid": owner, "controller": True}],
+            },
+            "spec": {"containers": [{"name": component}]},
+            "status": {"podIP": "10.0.0.7", "conditions": [condition], "containerStatuses": running, **status},
+        }
+    )
+
+
+def scene(children=(), pods=(), reports=None, **more):
+    return observe(service(), children, pods, reports or {}, token="t", **more)
+
+
+def test_only_what_this_service_owns_is_its_own():
+    found = scene(
+        [
+            child("smol-r0"),
+            child("smol-r1", owner="u-0", uid="c-2"),  # of the service that had the name before
+            child("smol-r2", uid="c-3", deletionTimestamp="2026-01-01T00:00:00Z"),
+            child("smol-cache", "PersistentVolumeClaim", owner=None, uid="c-4"),  # kept on purpose
+            child("smol", "Service", owner=None, uid="c-5"),  # somebody's
+        ]
+    )
+    assert set(found.live) == {("StatefulSet", "smol-r0"), ("PersistentVolumeClaim", "smol-cache")}
+    assert found.taken == {("StatefulSet", "smol-r1"), ("StatefulSet", "smol-r2"), ("Service", "smol")}
+    assert len(found.observed.children) == 2
+
+
+def test_what_a_pod_says_itself_is_added():
+    report = Report(3, True, ((1, 4096),), "cpu")
+    found = scene([child("smol-r0")], [pod()], {"p-1": report})
+    (seen,) = found.observed.pods
+    assert (seen.in_flight, seen.draining, seen.feasible, seen.device) == (3, True, ((1, 4096),), "cpu")
+    (target,) = found.targets
+    assert (target.uid, target.address, target.token) == ("p-1", "10.0.0.7:8001", "t")
+    assert found.leaving == frozenset()
+
+
+def test_a_pod_that_does_not_run_says_nothing_and_is_not_asked():
+    waiting = [{"name": "engine", "state": {"waiting": {"reason": "ContainerCreating"}}}]
+    found = scene([child("smol-r0")], [pod(containerStatuses=waiting)], {"p-1": Report(3)})
+    assert found.observed.pods[0].in_flight is None and found.targets == ()
+
+
+def test_routers_are_not_asked():
+    assert scene([], [pod("smol-router-x", component="router")]).targets == ()
+
+
+def test_pods_of_a_draining_replica_are_leaving():
+    marked = child("smol-r0", annotations={"kvern.dev/draining-since": "2026-01-01T00:00:00+00:00"})
+    assert scene([marked], [pod()]).leaving == {"p-1"}
+
+
+@pytest.mark.parametrize("children", [[], [child("smol-r0", uid="another")]])
+def test_a_pod_of_a_replica_that_is_gone_is_on_its_way_out(children):
+    found = scene(children, [pod()])
+    assert found.observed.pods[0].terminating and found.targets == ()
+
+
+def test_there_is_no_room_while_a_pod_fits_nowhere():
+    assert scene([child("smol-r0")], [pod()]).observed.spare_replicas is None
+    stuck = scene([child("smol-r0")], [pod(scheduled=False)])
+    assert stuck.observed.spare_replicas == 0
+    assert stuck.observed.pods[0].message == "0/2 nodes: Insufficient gpu"  # the scheduler's words
+
+
+def test_a_status_that_cannot_be_read_is_none():
+    assert read_status({}) is None
+    assert read_status({"status": {"fromTheFuture": 1}}) is None
+    assert read_status({"status": {"replicas": 2}}).replicas == 2

@@ -1,0 +1,189 @@
+"""The whole operator process against an API server in this process: kopf, Lease, queue and workers together."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from dataclasses import replace
+
+import aiohttp
+import pytest
+from effects import SERVICE_PATH, SETTINGS, Bench, path, until
+from fake_apiserver import FakeApi
+from kubernetes.aio.client.configuration import Configuration
+
+from kvern_operator import main as operator_main
+from kvern_operator.config import Config
+from kvern_operator.kube import KubeClient
+from kvern_operator.leader import Terms
+from kvern_operator.main import Operator
+
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/kvern-system/leases/kvern-operator"
+
+
+@pytest.fixture
+async def api():
+    server = await FakeApi().start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def bench(api):
+    bench = Bench(api)  # for its hands, not for its controller
+    yield bench
+    await bench.close()
+
+
+@pytest.fixture
+def configured(api, monkeypatch):
+    async def load():
+        return Configuration(host=api.url)
+
+    monkeypatch.setattr(operator_main, "load_configuration", load)
+    monkeypatch.setattr(operator_main, "LOOK_FOR_CRD", 0.05)
+    return Config("kvern-system", SETTINGS, identity="one", health_port=0, resync=30)
+
+
+@contextlib.asynccontextmanager
+async def running(config, terms=None):
+    operator = Operator(config)
+    if terms is not None:
+        operator.terms = terms
+    task = asyncio.create_task(operator.run())
+    try:
+        yield operator, task
+    finally:
+        operator._stop.set()
+        await asyncio.wait({task}, timeout=20)
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def get(operator, where):
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{operator.port}{where}") as answer:
+        return answer.status, await answer.text()
+
+
+def ready(api):
+    conditions = api.objects[SERVICE_PATH].get("status", {}).get("conditions", [])
+    return next((c["status"] for c in conditions if c["type"] == "Ready"), None)
+
+
+async def test_from_apply_to_ready_then_idle_then_stopped(api, bench, configured):
+    bench.create()
+    async with running(configured) as (operator, task):
+        await until(lambda: "smol-router" in api.of("deployments") and ready(api) == "False", 20)
+        assert api.objects[LEASE]["spec"]["holderIdentity"] == "one"
+        bench.run_pod("smol-r0-0")
+        bench.run_pod("smol-router-abc")
+        await until(lambda: ready(api) == "True", 10)
+        # Idle: no write but the Lease. kopf leaves no trace on the resource.
+        await asyncio.sleep(0.5)
+        api.requests.clear()
+        await asyncio.sleep(1.5)
+        assert api.writes("/leases/") == []
+        assert "finalizers" not in api.objects[SERVICE_PATH]["metadata"]
+        assert "annotations" not in api.objects[SERVICE_PATH]["metadata"]
+        # A child that somebody removes comes back, by its watch event.
+        api.remove(path("Service", "smol"))
+        await until(lambda: "smol" in api.of("services"), 5)
+        assert (await get(operator, "/healthz"))[0] == (await get(operator, "/readyz"))[0] == 200
+        text = (await get(operator, "/metrics"))[1]
+        assert "kvern_operator_leader 1.0" in text and "kvern_operator_services 1.0" in text
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(task, 15) == 0
+    assert api.objects[LEASE]["spec"]["holderIdentity"] == ""  # the next one need not wait
+
+
+async def test_what_was_deleted_while_the_watches_were_broken_is_found(api, bench, configured, monkeypatch):
+    monkeypatch.setattr("kvern_operator.verify.SOON", 0.2)
+    bench.create()
+    async with running(configured):
+        await until(lambda: "smol-router" in api.of("deployments"), 20)
+        await asyncio.sleep(0.3)
+        where = path("Deployment", "smol-router")
+        del api.objects[where]  # without an event
+        api.break_watches()
+        await until(lambda: where in api.objects, 15)
+
+
+async def test_a_standby_is_ready_and_writes_nothing(api, bench, configured):
+    lease = {"holderIdentity": "other", "leaseDurationSeconds": 15, "renewTime": "x"}
+    api.put(LEASE, {"kind": "Lease", "metadata": {"name": "kvern-operator"}, "spec": lease})
+    bench.create()
+    async with running(configured) as (operator, task):
+        await until(lambda: operator._elector is not None and operator._elector.leader == "other", 10)
+        assert (await get(operator, "/readyz"))[0] == (await get(operator, "/healthz"))[0] == 200
+        assert "kvern_operator_leader 0.0" in (await get(operator, "/metrics"))[1]
+        assert api.writes() == []
+        operator._stop.set()
+        assert await asyncio.wait_for(task, 5) == 0
+    assert api.objects[LEASE]["spec"]["holderIdentity"] == "other"
+
+
+async def test_whoever_loses_the_lease_exits_and_writes_no_more(api, bench, configured):
+    bench.create()
+    async with running(configured, Terms(1.2, 0.8, 0.1)) as (_, task):
+        await until(lambda: "smol-router" in api.of("deployments"), 20)
+        lease = api.objects[LEASE]
+        api.put(LEASE, {**lease, "spec": {**lease["spec"], "holderIdentity": "other", "renewTime": "x"}})
+        assert await asyncio.wait_for(task, 15) == 1
+    api.requests.clear()
+    api.remove(path("Service", "smol"))
+    await asyncio.sleep(0.2)
+    assert api.writes() == []
+    assert api.objects[LEASE]["spec"]["holderIdentity"] == "other"
+
+
+async def test_it_waits_for_the_crd_alive_but_not_ready(api, bench, configured):
+    api.refuse = lambda m, p, b: (404, "no") if p == "/apis/kvern.dev/v1alpha1" else None
+    bench.create()
+    async with running(configured) as (operator, _):
+        await until(lambda: operator.port and "CRD" in operator._waiting_for, 5)
+        assert (await get(operator, "/healthz"))[0] == 200
+        status, text = await get(operator, "/readyz")
+        assert status == 503 and "install the chart kvern-crds" in text
+        api.refuse = lambda m, p, b: None
+        await until(lambda: "smol-router" in api.of("deployments"), 20)
+
+
+async def test_only_the_namespaces_told_are_watched(api, bench, configured):
+    bench.create()
+    config = replace(configured, watch_namespaces=("team-b",))
+    async with running(config) as (operator, _):
+        await until(lambda: operator._leading and operator._watches.count >= 5, 20)
+        assert all("/namespaces/" in p for m, p in api.requests if p.endswith(("/pods", "/inferenceservices")))
+        assert not any("customresourcedefinitions" in p or p.endswith("/namespaces") for _, p in api.requests)
+        await asyncio.sleep(0.3)
+        assert api.writes("/leases") == []
+
+
+async def test_a_port_that_is_taken_is_said(api, configured, caplog):
+    other = Operator(configured)
+    port = await other.health.start(0)
+    try:
+        assert await Operator(replace(configured, health_port=port)).run() == 1
+    finally:
+        await other.health.stop()
+    assert f"port {port} cannot be listened on" in caplog.text
+
+
+async def test_the_client_says_what_the_api_server_said(api):
+    api.refuse = lambda m, p, b: (422, 'Service "x" is invalid: spec.ports: Required value')
+    client = KubeClient(Configuration(host=api.url))
+    with pytest.raises(Exception, match=r"spec\.ports: Required value"):
+        await client.request("GET", "/api/v1/pods")
+    await client.close()
+
+
+def test_the_command_takes_no_arguments(capsys, monkeypatch):
+    assert operator_main.main(["--versio"]) == 2
+    assert "takes no arguments (got --versio)" in capsys.readouterr().err
+    assert operator_main.main(["--version"]) == 0
+    for name in [n for n in os.environ if n.startswith("KVERN_")]:
+        monkeypatch.delenv(name)
+    assert operator_main.main([]) == 2
+    said = capsys.readouterr().err
+    assert "kvern-operator: KVERN_NAMESPACE is not set" in said and "KVERN_OPERATOR_KEY_FILE" in said
