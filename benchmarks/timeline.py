@@ -23,7 +23,7 @@ GROUPS = (  # the first pattern found in a kernel's name decides
     ("silu", ("_silu",)),
     ("sampling", ("_peaks_kernel", "_pick_kernel")),
     ("inputs", ("_decode_inputs_kernel", "index", "gather", "embedding", "Memcpy", "Memset")),
-    ("gemm", ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitK", "_linear", "cublas")),
+    ("gemm", ("gemm", "_product_kernel", "nvjet", "cutlass", "xmma", "gemv", "splitK", "_linear", "cublas")),
 )
 
 
@@ -88,7 +88,8 @@ def host_and_step(run, steps=60):
 
 
 def kernels(call, steps):
-    """[(name, launches a step, microseconds a step)], and microseconds a step the device was busy and idle."""
+    """[(name, launches a step, microseconds a step)], microseconds a step the device was busy and idle, and the longest
+    pauses as (microseconds since the first kernel, microseconds, the kernel that ended it)."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -105,15 +106,18 @@ def kernels(call, steps):
     ]
     spans.sort()
     total, count = defaultdict(float), defaultdict(int)
-    busy, end = 0.0, spans[0][0]
+    busy, end, pauses = 0.0, spans[0][0], []
     for start, duration, name in spans:
+        if start > end:
+            pauses.append((round(end - spans[0][0], 1), round(start - end, 1), name[:60]))
         total[name] += duration
         count[name] += 1
         busy += max(0.0, start + duration - max(start, end))
         end = max(end, start + duration)
     wall = end - spans[0][0]
     rows = sorted(((name, count[name] / steps, us / steps) for name, us in total.items()), key=lambda row: -row[2])
-    return rows, busy / steps, (wall - busy) / steps
+    pauses = sorted(pauses, key=lambda pause: -pause[1])[:8]
+    return rows, busy / steps, (wall - busy) / steps, sorted(pauses)
 
 
 def by_group(found):
@@ -129,6 +133,13 @@ def longest(found, count):
     return [(name[:90], round(launches, 1), round(us, 1)) for name, launches, us in found[:count]]
 
 
+def profile_lines(profile):
+    """The functions that took the host longest."""
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(18)
+    return [line.strip() for line in text.getvalue().splitlines() if line.strip()][2:26]
+
+
 def decode_timeline(llm, rows, n_in, steps=10):
     """One decode step with `rows` rows: see the module's docstring. A dict for a JSON line."""
     with Decoding(llm, rows, n_in, seed=rows) as run:
@@ -136,16 +147,13 @@ def decode_timeline(llm, rows, n_in, steps=10):
             run.step()
         host = host_and_step(run)
         try:
-            found, busy, idle = kernels(lambda: [run.step() for _ in range(steps)], steps)
+            found, busy, idle, _ = kernels(lambda: [run.step() for _ in range(steps)], steps)
         except Exception as error:  # no profiler here: the host's times are still worth having
             print(f"no kernel times: {error}")
             found, busy, idle = [], 0.0, 0.0
         context = n_in + min(run.counts.values())
         profile = cProfile.Profile()
         profile.runcall(lambda: [run.step() for _ in range(30)])
-    text = io.StringIO()
-    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(14)
-    lines = [line.strip() for line in text.getvalue().splitlines() if line.strip()]
     return {
         "timeline": "decode",
         "rows": rows,
@@ -157,7 +165,7 @@ def decode_timeline(llm, rows, n_in, steps=10):
         "groups": by_group(found),
         "floors": floors(llm.model_config, rows, context),
         "kernels": longest(found, 24),
-        "host_profile": lines[2:22],
+        "host_profile": profile_lines(profile),
     }
 
 
@@ -168,12 +176,14 @@ def prompt_timeline(llm, n_in, rows=1):
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     rng = random.Random(n_in)
     batches = [[{"prompt_token_ids": [rng.randrange(1000, 9000) for _ in range(n_in)]} for _ in range(rows)]
-               for _ in range(3)]  # fmt: skip
+               for _ in range(4)]  # fmt: skip
     llm.generate(batches[0], params, use_tqdm=False)
     start = time.perf_counter()
     llm.generate(batches[1], params, use_tqdm=False)
     wall = time.perf_counter() - start
-    found, busy, idle = kernels(lambda: llm.generate(batches[2], params, use_tqdm=False), 1)
+    found, busy, idle, pauses = kernels(lambda: llm.generate(batches[2], params, use_tqdm=False), 1)
+    profile = cProfile.Profile()
+    profile.runcall(lambda: llm.generate(batches[3], params, use_tqdm=False))
     return {
         "timeline": "prompt",
         "rows": rows,
@@ -181,6 +191,8 @@ def prompt_timeline(llm, n_in, rows=1):
         "s": round(wall, 4),
         "busy_us": round(busy, 1),
         "idle_us": round(idle, 1),
+        "pauses": pauses,
+        "host_profile": profile_lines(profile),
         "groups": by_group(found),
         "kernels": longest(found, 16),
     }
@@ -204,7 +216,7 @@ def mixed_timeline(llm, requests, skip=60, steps=40):
         before = llm.core.scheduler._step_tokens
         host = host_and_step(run, steps)
         tokens = (llm.core.scheduler._step_tokens - before) / steps
-        found, busy, idle = kernels(lambda: [core.step() for _ in range(steps)], steps)
+        found, busy, idle, _ = kernels(lambda: [core.step() for _ in range(steps)], steps)
     finally:
         core.abort(names)
         while not core.idle:

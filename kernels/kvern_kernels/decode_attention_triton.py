@@ -18,6 +18,7 @@ from torch import Tensor
 from . import split_kv
 from .decode_fp8_triton import decode_fp8_kernel
 from .kv_cache import checked_scales
+from .launch_triton import after_previous, early_launch
 from .metadata import AttentionMetadata, DecodeWorkspace
 from .paged_triton import LOG2E, kv_pointers
 
@@ -50,6 +51,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    after_previous()
     head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
@@ -141,6 +143,7 @@ def _merge_kernel(
     SPLITS_BLOCK: tl.constexpr,
 ):
     """Merge one row's pieces for one query token and head by their maxima and sums; rows of one piece are done."""
+    after_previous()
     row = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.program_id(2)
@@ -182,9 +185,10 @@ class DecodeTiles:
 def choose_tiles(head_dim: int, element_size: int, rows: int, few: bool) -> DecodeTiles:
     """Tiles for `rows` tile rows (query tokens x heads of a group) of `head_dim` elements of `element_size` bytes.
 
-    `few`: at most two programs a multiprocessor run before splitting. Then tiles of 128 tokens are faster, fewer
-    iterations hide more latency (H200, 1 row of 384: 6.4 us against 7.4; 32 rows 18.0 against 18.7); with more, tiles
-    of 64 are (64 rows of 384: 29.7 us against 32.6; 128 rows 54.6 against 55.3).
+    `few`: at most one program a multiprocessor runs before splitting. Then tiles of 128 tokens are faster, fewer
+    iterations hide more latency (H200, 1 row of 216: 5.1 us against 6.0); with more, tiles of 64 are, of which two
+    programs fit a multiprocessor (32 rows of 384: 17.9 us against 18.6, of 4,088 131 against 134; 128 rows of 384 54.6
+    against 55.3).
     """
     if element_size > 2:
         return DecodeTiles(16, 8 if rows > 32 else 4, 2)
@@ -254,7 +258,7 @@ def decode_attention(
     kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = heads // kv_heads
     multiprocessors = sm_count(q.device)
-    few = rows * kv_heads <= 2 * multiprocessors
+    few = rows * kv_heads <= multiprocessors
     tiles = tiles or choose_tiles(dim, kv.element_size(), group * query_len, few)
     min_tokens = min_tokens or split_kv.min_split_tokens(rows * kv_heads, multiprocessors)
     splits = splits or meta.max_splits or split_kv.choose_splits(meta.max_seq_len, min_tokens)
@@ -293,6 +297,7 @@ def decode_attention(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **own,
+        **early_launch(),
     )
     if splits > 1:
         _merge_kernel[(rows, heads, query_len)](
@@ -311,4 +316,5 @@ def decode_attention(
             BLOCK_N=tiles.block_n,
             SPLITS_BLOCK=triton.next_power_of_2(splits),
             num_warps=4 if splits > 8 else 1,
+            **early_launch(),
         )

@@ -9,6 +9,7 @@ result, not the tiles.
 import triton
 import triton.language as tl
 
+from .launch_triton import after_previous
 from .paged_triton import fp8_numbers, kv_pointers
 
 
@@ -47,6 +48,7 @@ def decode_fp8_kernel(
 ):
     """As `_decode_kernel`, with a cache of int16 words; `kv_stride` and `head_stride` are in words, of which a tile is
     WORDS wide."""
+    after_previous()
     head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)

@@ -9,18 +9,20 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import FP8, Fp8Weight, ScaledRows
+from .launch_triton import after_previous, early_launch
+from .norm_triton import load_parts
 
 
 @triton.jit
-def _store_quantized(row, values, inside, offsets, out_ptr, out_scales_ptr, width):
-    """Write one row, float32, by its largest element."""
-    scale = tl.maximum(tl.max(tl.abs(tl.where(inside, values, 0.0)), axis=0) / 448.0, 1e-12)
-    quantized = tl.minimum(tl.maximum(values / scale, -448.0), 448.0)
+def _store_quantized(row, values, inside, offsets, out_ptr, out_scales_ptr, width, factor):
+    """Write one row, float32, times `factor`, by its largest element. What is not `inside` must be 0."""
+    scale = tl.maximum(tl.max(tl.abs(values), axis=0) / 448.0, 1e-12 / factor)
+    quantized = tl.minimum(tl.maximum(values * (1.0 / scale), -448.0), 448.0)
     tl.store(out_ptr + row * width + offsets, quantized.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(out_scales_ptr + row, scale)
+    tl.store(out_scales_ptr + row, scale * factor)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_stride"])
 def _norm_kernel(
     x_ptr,
     scales_ptr,
@@ -31,6 +33,7 @@ def _norm_kernel(
     out_scales_ptr,
     x_stride,
     residual_stride,
+    part_stride,
     width,
     eps,
     SCALED: tl.constexpr,
@@ -38,12 +41,14 @@ def _norm_kernel(
     ADD: tl.constexpr,
     NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < width
-    x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    x = load_parts(x_ptr + row * x_stride + offsets, inside, part_stride, PARTS, x_ptr.dtype.element_ty)
     if SCALED:
         x *= tl.load(scales_ptr + row)
     if COLUMNS:
@@ -58,7 +63,7 @@ def _norm_kernel(
         x *= tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
         x *= tl.load(weight_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if QUANTIZE:
-        _store_quantized(row, x, inside, offsets, out_ptr, out_scales_ptr, width)
+        _store_quantized(row, x, inside, offsets, out_ptr, out_scales_ptr, width, 1.0)
     else:
         tl.store(out_ptr + row * width + offsets, x.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -75,16 +80,20 @@ def _silu_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < width
     scale = tl.load(scales_ptr + row)
-    gate = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32) * scale
-    up = tl.load(x_ptr + row * x_stride + width + offsets, mask=inside, other=0.0).to(tl.float32) * scale
+    gate = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_stride + width + offsets, mask=inside, other=0.0).to(tl.float32)
     if COLUMNS:
         gate *= tl.load(columns_ptr + offsets, mask=inside, other=0.0)
         up *= tl.load(columns_ptr + width + offsets, mask=inside, other=0.0)
-    _store_quantized(row, gate * tl.sigmoid(gate) * up, inside, offsets, out_ptr, out_scales_ptr, width)
+    # silu(gate s) (up s) = s^2 gate up / (1 + e^(-gate s)), and s^2 goes into the row's scale: arithmetic is what takes
+    # the time here, since a row is one program's.
+    values = gate * up / (1.0 + tl.exp2(gate * (scale * -1.4426950408889634)))
+    _store_quantized(row, values, inside, offsets, out_ptr, out_scales_ptr, width, scale * scale)
 
 
 def _launch(
@@ -95,9 +104,9 @@ def _launch(
     eps: float,
     dtype: torch.dtype,
 ) -> ScaledRows:
-    """The result of `x` [T, K], the values of `scaled` where that is given, in `dtype`; its scales are set where that
-    is E4M3."""
-    rows, width = x.shape
+    """The result of `x` [T, K], the values of `scaled` where that is given (then maybe in parts), in `dtype`; its
+    scales are set where that is E4M3."""
+    rows, width = x.shape[-2:]
     scales = None if scaled is None else scaled.scales
     columns = None if scaled is None else scaled.columns
     out = torch.empty(rows, width, dtype=dtype, device=x.device)
@@ -113,8 +122,9 @@ def _launch(
             x if weight is None else weight,
             out,
             out_scales,
-            x.stride(0),
+            x.stride(-2),
             added.stride(0),
+            x.stride(0),
             width,
             eps,
             SCALED=scales is not None,
@@ -122,8 +132,10 @@ def _launch(
             ADD=residual is not None,
             NORM=weight is not None,
             QUANTIZE=dtype == FP8,
+            PARTS=x.shape[0] if x.dim() == 3 else 1,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
+            **early_launch(),
         )
     return ScaledRows(out, out_scales)
 
@@ -157,7 +169,8 @@ def silu_and_mul_fp8(x: ScaledRows) -> ScaledRows:
         block = triton.next_power_of_2(width)
         _silu_kernel[(rows,)](
             x.values, x.scales, x.values if x.columns is None else x.columns, out, scales, x.values.stride(0), width,
-            COLUMNS=x.columns is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            COLUMNS=x.columns is not None, BLOCK=block, num_warps=min(8 if rows >= 1024 else 16, max(1, block // 512)),
+            **early_launch(),
         )  # fmt: skip
     return ScaledRows(out, scales)
 

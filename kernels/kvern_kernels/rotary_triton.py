@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .kv_cache import checked_scales
+from .launch_triton import after_previous, early_launch
 from .norm_triton import load_parts
+from .vendor_attention import empty_queries
 
 
 @triton.jit
@@ -78,6 +80,7 @@ def _rope_kernel(
     K_NORM: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     q_pieces: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
@@ -177,35 +180,19 @@ def rope_and_cache(
     scales: Tensor | None = None,
     columns: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `rotary.rope_and_cache`; the heads of a token must be contiguous in q, k and v, tokens may be strided."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    given = (scales, columns, kv_scales)
-    _launch(out, q, k, v, 1, 0, cos_sin, positions, kv, slots, q_norm, k_norm, eps, *given)
-    return out
+    """As `rotary.rope_and_cache`; the heads of a token must be contiguous in q, k and v, tokens may be strided.
 
-
-def rope_and_cache_parts(
-    parts: Tensor,
-    heads: int,
-    kv_heads: int,
-    dtype: torch.dtype,
-    cos_sin: Tensor,
-    positions: Tensor,
-    kv: Tensor,
-    slots: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
-    """`rope_and_cache` of a merged projection in parts: the sum of `parts` [P, T, (Hq + 2 Hkv) D] float32, rounded to
-    `dtype`, is q | k | v. Returns q rotated [T, Hq, D] of `dtype`.
+    q, k and v may come in parts, [P, T, H, D] float32, whose sums rounded to `dtype` are meant.
     """
-    count, tokens, width = parts.shape
-    split = parts[0].view(tokens, heads + 2 * kv_heads, width // (heads + 2 * kv_heads))
-    q, k, v = split.split((heads, kv_heads, kv_heads), dim=1)
-    out = torch.empty(q.shape, dtype=dtype, device=parts.device)
-    _launch(out, q, k, v, count, parts.stride(0), cos_sin, positions, kv, slots, q_norm, k_norm, eps)
+    parts, part_stride = 1, 0
+    if q.dim() == 4:
+        parts, part_stride = q.shape[0], q.stride(0)
+        q, k, v = q[0], k[0], v[0]
+    out = empty_queries(q.shape, dtype or q.dtype, q.device)
+    given = (scales, columns, kv_scales)
+    _launch(out, q, k, v, parts, part_stride, cos_sin, positions, kv, slots, q_norm, k_norm, eps, *given)
     return out
 
 
@@ -266,4 +253,5 @@ def _launch(
             K_NORM=k_norm is not None,
             PARTS=parts,
             num_warps=2,
+            **early_launch(),
         )

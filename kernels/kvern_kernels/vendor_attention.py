@@ -70,6 +70,26 @@ def available(device: torch.device) -> bool:
     )
 
 
+def empty_queries(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialized queries [T, Hq, D], with room behind them where the vendor's kernel may read padded ones there."""
+    tokens, heads, dim = shape
+    room = STEP if tokens >= MIN_TOKENS else 0
+    return torch.empty(tokens + room, heads, dim, dtype=dtype, device=device)[:tokens]
+
+
+def _padded(q: Tensor, length: int, prefix: int) -> Tensor:
+    """[1, length, Hq, D] with `q` [n, Hq, D] behind `prefix` rows; the other rows are whatever is there, which only
+    shows in their own results."""
+    count, heads, dim = q.shape
+    offset = q.storage_offset() - prefix * heads * dim
+    size = length * heads * dim
+    if q.is_contiguous() and offset >= 0 and (offset + size) * q.element_size() <= q.untyped_storage().nbytes():
+        return q.as_strided((1, length, heads, dim), (size, heads * dim, dim, 1), offset)
+    wide = torch.empty(1, length, heads, dim, dtype=q.dtype, device=q.device)
+    wide[0, prefix : prefix + count] = q
+    return wide
+
+
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, prefix: int = 0) -> Tensor:
     """Causal attention of `q` [R n, Hq, D], n tokens of each of R rows behind `prefix` others, over the first
     prefix + n of `keys` and `values` [R, Hkv, L, D], L >= prefix + n, finite behind them; returns [R n, Hq, D].
@@ -81,8 +101,7 @@ def causal_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, pref
     if count == rows * length:
         wide = q.view(rows, length, heads, dim)
     else:
-        wide = torch.zeros(1, length, heads, dim, dtype=q.dtype, device=q.device)
-        wide[0, prefix : prefix + count] = q
+        wide = _padded(q, length, prefix)
     op = torch.ops.aten._scaled_dot_product_cudnn_attention
     out: Tensor = op(wide.transpose(1, 2), keys, values, None, False, 0.0, True, False, scale=scale)[0]
     out = out.transpose(1, 2)

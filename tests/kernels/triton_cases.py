@@ -413,7 +413,8 @@ def test_parts_are_added_by_what_follows(count):
     kv = torch.zeros(2, kv_heads, 2, 4, dim, dtype=dtype, device=DEVICE)
     expected_kv = kv.clone()
     expected = rotary.rope_and_cache(q, k, v, cos_sin, positions, expected_kv, slots)
-    close(rotary_triton.rope_and_cache_parts(parts, heads, kv_heads, dtype, cos_sin, positions, kv, slots), expected)
+    q, k, v = parts.view(count, 3, -1, dim).split((heads, kv_heads, kv_heads), dim=-2)
+    close(rotary_triton.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, dtype=dtype), expected)
     close(kv, expected_kv)
 
 

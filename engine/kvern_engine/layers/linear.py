@@ -8,7 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern_kernels import Fp8Weight, ScaledRows, fp8_linear
+from kvern_kernels import (
+    Fp8Weight,
+    ScaledRows,
+    add_linear,
+    fp8_gated_linear,
+    fp8_linear,
+    fp8_linear_parts,
+    gated_linear,
+    linear_parts,
+    silu_and_mul,
+    silu_and_mul_fp8,
+)
 
 _PACK_ROWS = 32  # oneDNN chooses its blocking for about this many rows
 _STREAM_ROWS = 2  # up to here the transposed layout is the fastest
@@ -67,6 +78,23 @@ class Linear:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
 
+    def parts(self, x: Tensor) -> Tensor:
+        """As a call, for an operation that adds up parts: maybe [P, T, out_features] float32, see
+        `kvern_kernels.linear_parts`."""
+        return self(x) if self.bias is not None or self._packed is not None else linear_parts(x, self.weight)
+
+    def before_norm(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """As `parts`, for the norm that adds it to `residual` [T, out_features]; None: it has been added."""
+        if self.bias is None and self._packed is None and add_linear(x, self.weight, residual):
+            return None
+        return self.parts(x)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of `x` [T, in_features], where the layer gives gate | up: [T, out_features / 2]."""
+        if self.bias is not None or self._packed is not None:
+            return silu_and_mul(self(x))
+        return gated_linear(x, self.weight)
+
     @property
     def is_fp8(self) -> bool:
         """`quantize_fp8` has been called: `scaled` computes the layer."""
@@ -77,9 +105,25 @@ class Linear:
         scales of the rows and columns."""
         assert self._fp8 is not None
         out = fp8_linear(x, self._fp8, self._dtype)
-        if self.bias is None:
-            return out
-        return ScaledRows(out.restore(self._dtype) + self.bias, torch.ones_like(x.scales))
+        return out if self.bias is None else self._with_bias(out)
+
+    def scaled_parts(self, x: ScaledRows) -> ScaledRows:
+        """As `scaled`, for an operation that adds up parts."""
+        if self.bias is not None:
+            return self.scaled(x)
+        assert self._fp8 is not None
+        return fp8_linear_parts(x, self._fp8, self._dtype)
+
+    def gated_fp8(self, x: ScaledRows) -> ScaledRows:
+        """As `gated` after `quantize_fp8`, quantized by rows."""
+        if self.bias is not None:
+            return silu_and_mul_fp8(self.scaled(x))
+        assert self._fp8 is not None
+        return fp8_gated_linear(x, self._fp8, self._dtype)
+
+    def _with_bias(self, out: ScaledRows) -> ScaledRows:
+        assert self.bias is not None
+        return ScaledRows(out.restore(self._dtype) + self.bias, torch.ones_like(out.scales))
 
     def quantize_fp8(self, per_channel: bool = False) -> int:
         """Keep the loaded weights in FP8 in place of `weight`, with one scale, or with one an output; bytes that are

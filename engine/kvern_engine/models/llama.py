@@ -28,14 +28,7 @@ from kvern_engine.loading.parts import WeightPart
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.parallel.groups import ParallelContext, TensorGroup
 from kvern_engine.parallel.layout import ModelShard
-from kvern_kernels import (
-    AttentionMetadata,
-    ScaledRows,
-    quantize_rows,
-    restore_rows,
-    silu_and_mul,
-    silu_and_mul_fp8,
-)
+from kvern_kernels import AttentionMetadata, ScaledRows, quantize_rows, restore_rows
 
 
 class LlamaAttention:
@@ -45,12 +38,13 @@ class LlamaAttention:
         self, config: ModelConfig, shard: ModelShard, group: TensorGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._config, self._group = config, group
+        self._in_parts = group.size == 1 and shard.is_last  # nobody but the next norm reads what comes out
         self._q, self._kv = shard.heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
         hidden, bias, fp8 = config.hidden_size, config.attention_bias, config.fp8 is not None
         self.qkv_proj = Linear(hidden, self._q.size + 2 * self._kv.size, bias=bias, dtype=dtype, device=device, fp8=fp8)
         self.o_proj = Linear(self._q.size, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device, fp8=fp8)
         self._kv_scale = torch.ones(2, dtype=torch.float32, device=device)  # of K and V, from the checkpoint
-        self.attention = Attention(shard.heads.size, shard.kv_heads.size, config.head_dim)
+        self.attention = Attention(shard.heads.size, shard.kv_heads.size, config.head_dim, dtype)
 
     def __call__(
         self,
@@ -61,7 +55,13 @@ class LlamaAttention:
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
     ) -> Tensor:
-        heads = self.attention(self.qkv_proj(x), positions, cos_sin, kv, meta, wanted)
+        """What the heads give, [T, Hq * D]: before `output`."""
+        return self.attention(self.qkv_proj.parts(x), positions, cos_sin, kv, meta, wanted)
+
+    def output(self, heads: Tensor, residual: Tensor) -> Tensor | None:
+        """The output projection, for the norm that adds it to `residual`; None: it has been added."""
+        if self._in_parts:
+            return self.o_proj.before_norm(heads, residual)
         return self._group.all_reduce(self.o_proj(heads))
 
     def fp8(
@@ -73,9 +73,9 @@ class LlamaAttention:
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
     ) -> ScaledRows:
-        qkv = self.qkv_proj.scaled(x)
+        qkv = self.qkv_proj.scaled_parts(x)
         out = self.attention(qkv.values, positions, cos_sin, kv, meta, wanted, qkv.scales, qkv.columns)
-        return self.o_proj.scaled(quantize_rows(out))
+        return self.o_proj.scaled_parts(quantize_rows(out))
 
     def destinations(self, prefix: str) -> Destinations:
         prefix, head_dim = f"{prefix}self_attn.", self._config.head_dim
@@ -100,6 +100,7 @@ class LlamaMLP:
         self, config: ModelConfig, shard: ModelShard, group: TensorGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._inner, self._total, self._group = shard.inner, config.intermediate_size, group
+        self._in_parts = group.size == 1 and shard.is_last
         hidden, inner, bias, fp8 = config.hidden_size, shard.inner.size, config.mlp_bias, config.fp8 is not None
         self._scales_of_rows = config.fp8 is not None and config.fp8.per_channel
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype, device=device, fp8=fp8)
@@ -107,11 +108,15 @@ class LlamaMLP:
         clear_padding(self.gate_up_proj, shard.inner)
         clear_padding(self.down_proj, shard.inner)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._group.all_reduce(self.down_proj(silu_and_mul(self.gate_up_proj(x))))
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """For the norm that adds it to `residual`; None: it has been added."""
+        inner = self.gate_up_proj.gated(x)
+        if self._in_parts:
+            return self.down_proj.before_norm(inner, residual)
+        return self._group.all_reduce(self.down_proj(inner))
 
     def fp8(self, x: ScaledRows) -> ScaledRows:
-        return self.down_proj.scaled(silu_and_mul_fp8(self.gate_up_proj.scaled(x)))
+        return self.down_proj.scaled_parts(self.gate_up_proj.gated_fp8(x))
 
     def destinations(self, prefix: str) -> Destinations:
         prefix, inner, total = f"{prefix}mlp.", self._inner, self._total
@@ -142,19 +147,17 @@ class LlamaDecoderLayer:
         kv: Tensor,
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`x` [T, H]: what the layer before computed and has not yet added to `residual` [T, H] (None: nothing).
+    ) -> tuple[Tensor | None, Tensor]:
+        """`x` [T, H], maybe in parts: what the layer before computed and has not yet added to `residual` [T, H] (None:
+        nothing).
 
         Of the tokens that are not `wanted` only K and V are computed; the results are then [S, H]."""
-        if x is None:
-            x = self.input_norm(residual)
-        else:
-            x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, positions, cos_sin, kv, meta, wanted)
+        x, residual = self.input_norm.add(x, residual)
+        heads = self.attention(x, positions, cos_sin, kv, meta, wanted)
         if wanted is not None:
             residual = residual.index_select(0, wanted.index)
-        x, residual = self.post_attention_norm.add(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.post_attention_norm.add(self.attention.output(heads, residual), residual)
+        return self.mlp(x, residual), residual
 
     def fp8(
         self,
@@ -246,14 +249,15 @@ class LlamaForCausalLM:
             residual = self.embed_tokens(token_ids)
         if self.is_fp8:
             return self._forward_fp8(residual, positions, kv_caches, meta, wanted)
-        x, cos_sin = None, self.cos_sin
+        x: Tensor | None = None
+        cos_sin = self.cos_sin
         last = self.layers[-1] if self.norm is not None else None
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             only = wanted if layer is last else None
             x, residual = layer(x, residual, positions, cos_sin, kv, meta, only)
         if self.norm is None:
             return residual if x is None else x + residual
-        return self.norm(residual) if x is None else self.norm.add(x, residual)[0]
+        return self.norm.add(x, residual)[0]
 
     def _forward_fp8(
         self,
