@@ -38,7 +38,7 @@ def find_tool():
 def check(tool, kind, name, out, limit):
     """(what to print, whether it is fine)."""
     chosen = ["-k", CHOSEN[name]] if CHOSEN[name] else []
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=600", *chosen]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "--timeout=600", *chosen]
     command = [tool, "--tool", kind, "--error-exitcode", "86", "--print-limit", "20", "--target-processes", "all"]
     command += [*pytest, str(ROOT / "tests/kernels" / name)]
     log, began = out / f"sanitizer-{kind}-{name.removesuffix('.py')}.log", time.monotonic()

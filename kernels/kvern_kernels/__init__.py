@@ -15,6 +15,7 @@ from .dispatch import (
     fp8_linear_parts,
     gated_linear,
     gather_decode_inputs,
+    int8_linear,
     linear_parts,
     paged_attention,
     quantize_rows,
@@ -27,15 +28,19 @@ from .dispatch import (
     silu_and_mul_fp8,
 )
 from .fp8 import Fp8Weight, ScaledRows
+from .int8 import MOST_ROWS as INT8_ROWS
+from .int8 import Int8Weight
 from .metadata import AttentionMetadata, DecodeWorkspace, DeviceRows
 from .sampling import SamplingTables
 
 __all__ = [
+    "INT8_ROWS",
     "AttentionMetadata",
     "DecodeInputs",
     "DecodeWorkspace",
     "DeviceRows",
     "Fp8Weight",
+    "Int8Weight",
     "SamplingTables",
     "ScaledRows",
     "add_linear",
@@ -47,6 +52,7 @@ __all__ = [
     "fp8_linear_parts",
     "gated_linear",
     "gather_decode_inputs",
+    "int8_linear",
     "linear_parts",
     "paged_attention",
     "quantize_rows",

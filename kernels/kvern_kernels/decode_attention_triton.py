@@ -266,9 +266,11 @@ def decode_attention(
     d_block = triton.next_power_of_2(dim)
     min_tiles = split_kv.ceil_div(min_tokens, tiles.block_n)
     kv_scales = checked_scales(kv, kv_scales)
-    kernel, stored, extra, fixed = _decode_kernel, kv, (), {"PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
+    kernel, stored, extra = _decode_kernel, kv, ()
+    own = {"D_BLOCK": d_block, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
     if kv_scales is not None:
-        kernel, stored, extra, fixed = decode_fp8_kernel, kv.view(torch.int16), (kv_scales,), {}
+        kernel, stored, extra = decode_fp8_kernel, kv.view(torch.int16), (kv_scales,)
+        own = {"WORDS": max(16, d_block // 2)}  # the least that a product can be made of
     kernel[(kv_heads, rows, splits)](
         q,
         stored,
@@ -289,13 +291,12 @@ def decode_attention(
         GROUP=group,
         MAX_Q=query_len,
         D=dim,
-        D_BLOCK=d_block,
         BS=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(group * query_len)),
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **fixed,
+        **own,
         **early_launch(),
     )
     if splits > 1:

@@ -2,15 +2,15 @@
 """The decode kernel over a KV cache in FP8; everything around it is in `decode_attention_triton.py`.
 
 Tiles are words of two dimensions (`paged_triton.py`): the even and the odd ones have products of their own, whose sum
-is that over all. Products are in float16, exact for K and V. The scales of a head's K and V and the words' factor of
-256 multiply the scores and the result, not the tiles.
+is that over all. Products are in float16, exact for K and V. The scales of a head's K and V multiply the scores and the
+result, not the tiles.
 """
 
 import triton
 import triton.language as tl
 
 from .launch_triton import after_previous
-from .paged_triton import even_numbers, kv_pointers, odd_numbers
+from .paged_triton import fp8_numbers, kv_pointers
 
 
 @triton.jit
@@ -41,12 +41,13 @@ def decode_fp8_kernel(
     GROUP: tl.constexpr,
     MAX_Q: tl.constexpr,
     D: tl.constexpr,
-    D_BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
     BS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """As `_decode_kernel`, with a cache of int16 words; `kv_stride` and `head_stride` are in words."""
+    """As `_decode_kernel`, with a cache of int16 words; `kv_stride` and `head_stride` are in words, of which a tile is
+    WORDS wide."""
     after_previous()
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -68,7 +69,7 @@ def decode_fp8_kernel(
     end = tl.minimum(begin + tiles_each * BLOCK_N, seq_len)
 
     tile_rows = tl.arange(0, BLOCK_M)
-    words = tl.arange(0, D_BLOCK // 2)
+    words = tl.arange(0, WORDS)
     inside_m = tile_rows < query_len * GROUP
     inside_w = words < D // 2
     inside = inside_m[:, None] & inside_w[None, :]
@@ -76,23 +77,28 @@ def decode_fp8_kernel(
     q_even = _load_query(q_ptr + q_offsets[:, None] + 2 * words[None, :], inside)
     q_odd = _load_query(q_ptr + q_offsets[:, None] + 2 * words[None, :] + 1, inside)
     visible = seq_len - query_len + tile_rows // GROUP  # the last position each tile row sees
-    scale_log2 *= 256.0 * tl.load(kv_scales_ptr + head)
+    scale_log2 *= tl.load(kv_scales_ptr + head)
 
     k_base = kv_ptr + head.to(tl.int64) * head_stride
     v_base = k_base + kv_stride
     row_table = table_ptr + row.to(tl.int64) * table_stride
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    even = tl.zeros([BLOCK_M, D_BLOCK // 2], tl.float32)
-    odd = tl.zeros([BLOCK_M, D_BLOCK // 2], tl.float32)
+    even = tl.zeros([BLOCK_M, WORDS], tl.float32)
+    odd = tl.zeros([BLOCK_M, WORDS], tl.float32)
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         inside_n = positions < end
-        offsets = kv_pointers(0, row_table, positions, inside_n, words, D // 2, BS, BS % BLOCK_N == 0)
-        mask = inside_n[:, None] & inside_w[None, :]
-        k = tl.load(k_base + offsets, mask=mask, other=0)
-        scores = tl.dot(q_even, tl.trans(even_numbers(k)))
-        scores = tl.dot(q_odd, tl.trans(odd_numbers(k)), scores) * scale_log2
+        # Behind the end the last token is read again: cheaper than a mask for each load, and never seen.
+        read = tl.minimum(positions, end - 1)
+        offsets = kv_pointers(0, row_table, read, True, words, D // 2, BS, BS % BLOCK_N == 0)
+        if D == 2 * WORDS:
+            k = tl.load(k_base + offsets)
+        else:
+            k = tl.load(k_base + offsets, mask=inside_w[None, :], other=0)
+        k_even, k_odd = fp8_numbers(k)
+        scores = tl.dot(q_even, tl.trans(k_even))
+        scores = tl.dot(q_odd, tl.trans(k_odd), scores) * scale_log2
         if MAX_Q == 1:
             scores = tl.where(inside_n[None, :], scores, float("-inf"))
         else:
@@ -103,13 +109,17 @@ def decode_fp8_kernel(
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(top - shift)
         total = total * decay + tl.sum(weights, axis=1)
-        v = tl.load(v_base + offsets, mask=mask, other=0)
+        if D == 2 * WORDS:
+            v = tl.load(v_base + offsets)
+        else:
+            v = tl.load(v_base + offsets, mask=inside_w[None, :], other=0)
         weights = weights.to(tl.float16)
-        even = tl.dot(weights, even_numbers(v), even * decay[:, None])
-        odd = tl.dot(weights, odd_numbers(v), odd * decay[:, None])
+        v_even, v_odd = fp8_numbers(v)
+        even = tl.dot(weights, v_even, even * decay[:, None])
+        odd = tl.dot(weights, v_odd, odd * decay[:, None])
         top = new_top
 
-    v_scale = 256.0 * tl.load(kv_scales_ptr + KV_HEADS + head)
+    v_scale = tl.load(kv_scales_ptr + KV_HEADS + head)
     even, odd = even * v_scale, odd * v_scale
     out_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * (KV_HEADS * GROUP * D)
     out_offsets += (head * GROUP + tile_rows % GROUP) * D

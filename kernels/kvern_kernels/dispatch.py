@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import activation, attention, cpu_attention, decode_inputs, fp8, large_products, norm, rotary, sampling
+from . import activation, attention, cpu_attention, decode_inputs, fp8, int8, large_products, norm, rotary, sampling
 from .decode_inputs import DecodeInputs
 from .fp8 import Fp8Weight, ScaledRows
+from .int8 import Int8Weight
 from .metadata import AttentionMetadata
 from .sampling import SamplingTables
 
@@ -186,6 +187,15 @@ def quantize_rows(x: Tensor) -> ScaledRows:
     """`x` [T, K] in FP8, each row by its largest element."""
     rows: ScaledRows = _fp8(x).quantize_rows(x)
     return rows
+
+
+def int8_linear(x: Tensor, weight: Int8Weight) -> Tensor:
+    """`x` [T, K] in 16 bits times `weight` [N, K] transposed: [T, N]; see `int8.py`."""
+    if _triton(x):
+        from . import int8_triton
+
+        return int8_triton.int8_linear(x, weight)
+    return int8.int8_linear(x, weight)
 
 
 def restore_rows(x: ScaledRows, dtype: torch.dtype) -> Tensor:

@@ -28,6 +28,8 @@ from kvern_kernels import (
     attention_triton,
     fp8,
     fp8_triton,
+    int8,
+    int8_triton,
     kv_cache,
     paged_triton,
     rotary,
@@ -58,8 +60,9 @@ class Fp8Case(Case):
 def _halves(words_ptr, even_ptr, odd_ptr, COUNT: tl.constexpr):
     offsets = tl.arange(0, COUNT)
     words = tl.load(words_ptr + offsets)
-    tl.store(even_ptr + offsets, paged_triton.even_numbers(words))
-    tl.store(odd_ptr + offsets, paged_triton.odd_numbers(words))
+    even, odd = paged_triton.fp8_numbers(words)
+    tl.store(even_ptr + offsets, even)
+    tl.store(odd_ptr + offsets, odd)
 
 
 def test_every_number_of_fp8_is_read_exactly():
@@ -70,8 +73,8 @@ def test_every_number_of_fp8_is_read_exactly():
     exact = low.to(torch.uint8).view(fp8.FP8).float().to(DEVICE)
     number = ~exact.isnan()
     assert int(number.sum()) == 254
-    assert torch.equal(even.float()[number] * 256, exact[number])
-    assert torch.equal(odd.float().flip(0)[number] * 256, exact[number])
+    assert torch.equal(even.float()[number], exact[number])
+    assert torch.equal(odd.float().flip(0)[number], exact[number])
 
 
 @pytest.mark.parametrize(
@@ -249,6 +252,33 @@ def test_columns_are_applied_by_what_reads_a_product():
     close(got_wide, expected_wide)
     assert got_wide.data_ptr() == wide.data_ptr()
     close(fp8_triton.restore_rows(ScaledRows(x, scaled.scales), torch.float32), (x.float().T * scaled.scales).T)
+
+
+@triton.jit
+def _signed_halves(words_ptr, even_ptr, odd_ptr, COUNT: tl.constexpr):
+    offsets = tl.arange(0, COUNT)
+    even, odd = int8_triton.int8_numbers(tl.load(words_ptr + offsets))
+    tl.store(even_ptr + offsets, even)
+    tl.store(odd_ptr + offsets, odd)
+
+
+def test_every_number_of_int8_is_read_exactly():
+    low = torch.arange(-128, 128, dtype=torch.int32).to(torch.int8)
+    words = torch.stack((low, low.flip(0)), dim=1).view(torch.int16).flatten().to(DEVICE)
+    even, odd = (torch.empty(256, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    _signed_halves[(1,)](words, even, odd, COUNT=256)
+    assert torch.equal(even.cpu().float(), low.float())
+    assert torch.equal(odd.cpu().float(), low.flip(0).float())
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(0, 64, 48), (1, 64, 48), (5, 1104, 70), (33, 128, 128)])
+def test_int8_linear(rows, inner, columns):
+    torch.manual_seed(rows)
+    x = torch.randn(rows, inner + 8, dtype=torch.float16, device=DEVICE)[:, :inner]
+    weight = int8.Int8Weight.quantize(torch.randn(columns, inner, device=DEVICE) * 0.3)
+    got = int8_triton.int8_linear(x, weight, int8_triton.HeadTiles(64, 32, 4, 3))
+    assert got.dtype == torch.float16 and got.shape == (rows, columns)
+    close(got, int8.int8_linear(x, weight))
 
 
 def test_what_a_cache_in_fp8_needs():

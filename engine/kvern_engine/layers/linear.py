@@ -9,13 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern_kernels import (
+    INT8_ROWS,
     Fp8Weight,
+    Int8Weight,
     ScaledRows,
     add_linear,
     fp8_gated_linear,
     fp8_linear,
     fp8_linear_parts,
     gated_linear,
+    int8_linear,
     linear_parts,
     silu_and_mul,
     silu_and_mul_fp8,
@@ -36,7 +39,18 @@ class Linear:
     One that comes in FP8 (`fp8`) also has `scales` [out_features] float32 of its outputs, and needs `quantize_fp8`.
     """
 
-    __slots__ = ("_dtype", "_fp8", "_packed", "_transposed", "bias", "in_features", "out_features", "scales", "weight")
+    __slots__ = (
+        "_dtype",
+        "_fp8",
+        "_int8",
+        "_packed",
+        "_transposed",
+        "bias",
+        "in_features",
+        "out_features",
+        "scales",
+        "weight",
+    )
 
     def __init__(
         self,
@@ -56,6 +70,7 @@ class Linear:
         self._transposed: Tensor | None = None
         self._packed: Tensor | None = None
         self._fp8: Fp8Weight | None = None
+        self._int8: Int8Weight | None = None
 
     @classmethod
     def sharing(cls, weight: Tensor) -> "Linear":
@@ -63,11 +78,13 @@ class Linear:
         layer = cls.__new__(cls)
         layer.out_features, layer.in_features = weight.shape
         layer.weight, layer.bias, layer._transposed, layer._packed = weight, None, None, None
-        layer._fp8, layer.scales, layer._dtype = None, None, weight.dtype
+        layer._fp8, layer._int8, layer.scales, layer._dtype = None, None, None, weight.dtype
         return layer
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [T, in_features] -> [T, out_features], same dtype."""
+        if self._int8 is not None and x.shape[0] <= INT8_ROWS:
+            return int8_linear(x, self._int8)
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         if x.shape[0] <= _STREAM_ROWS:
@@ -140,6 +157,11 @@ class Linear:
             self._fp8 = Fp8Weight.of(self.weight, self.scales)
         self.weight = torch.empty(0, self.in_features, dtype=self._dtype, device=self.weight.device)
         return before - self._fp8.values.numel()
+
+    def add_int8(self) -> int:
+        """Keep the loaded weights in INT8 too, for calls of up to INT8_ROWS rows; bytes that this takes."""
+        self._int8 = Int8Weight.quantize(self.weight)
+        return self._int8.values.numel() + 4 * self._int8.scales.numel()
 
     def add_cpu_layouts(self) -> None:
         """Keep the loaded weights in the two layouts that a CPU multiplies fastest, in place of `weight`, where that

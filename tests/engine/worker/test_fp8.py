@@ -9,7 +9,7 @@ from kvern_engine.core.plan import AddedRow
 from kvern_engine.layers.linear import Linear
 from kvern_engine.worker import limits
 from kvern_engine.worker.worker import Worker
-from kvern_kernels import Fp8Weight, fp8
+from kvern_kernels import INT8_ROWS, Fp8Weight, fp8
 
 
 def make(spec: str, **config: object) -> Worker:
@@ -88,6 +88,22 @@ def test_a_scale_an_output_is_nearer() -> None:
     torch.testing.assert_close(picked.restore(torch.float32), exact[3:4], rtol=1e-4, atol=1e-5)
     whole, parts = product.restore(torch.float32), product.columns
     assert parts is not None and torch.equal(fp8.restore_rows(product, torch.float32), whole)
+
+
+def test_a_head_in_int8_keeps_the_logits(tiny_path: str) -> None:
+    """What a GPU does for few rows, by the reference: nearer than FP8 by far, the same memory."""
+    worker = make(tiny_path, dtype="bfloat16")
+    head = worker.model.lm_head  # type: ignore[attr-defined]
+    x = torch.randn(INT8_ROWS + 1, head.in_features, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = x.float() @ head.weight.float().T
+    weight = head.weight.clone()
+    assert head.add_int8() == head.weight.numel() + 4 * head.out_features
+    assert torch.equal(head.weight, weight)
+    few = head(x[:INT8_ROWS]).float()
+    error = (few - exact[:INT8_ROWS]).norm() / exact[:INT8_ROWS].norm()
+    assert 1e-3 < float(error) < 0.012
+    assert float((few.argmax(-1) == exact[:INT8_ROWS].argmax(-1)).float().mean()) > 0.9
+    assert torch.equal(head(x), torch.nn.functional.linear(x, weight))  # more rows: in 16 bits
 
 
 def test_a_bias_is_added_to_the_scaled_product() -> None:
