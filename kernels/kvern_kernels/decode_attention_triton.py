@@ -193,7 +193,7 @@ def choose_tiles(head_dim: int, element_size: int, rows: int, few: bool) -> Deco
     if element_size > 2:
         return DecodeTiles(16, 8 if rows > 32 else 4, 2)
     if element_size == 1:
-        return DecodeTiles(64, 8, 3) if rows > 32 else DecodeTiles(64 if head_dim > 128 else 128, 4, 3)
+        return DecodeTiles(64, 8, 3) if rows > 32 else DecodeTiles(64 if head_dim > 128 else 128, 4, 2)
     if rows > 32:
         return DecodeTiles(32, 8, 3)
     if head_dim > 128:
