@@ -109,6 +109,9 @@ def _facts(picture: Picture) -> Iterator[tuple[str, tuple[Cell, ...]]]:
     layout = _layout(picture)
     if layout:
         yield "Layout", (Cell(layout),)
+    startup = status.get("startup")
+    if startup:
+        yield "Last start", (Cell(_startup(startup)),)
     decision = (status.get("autoscaling") or {}).get("lastDecision")
     if decision:
         yield "Last decision", tuple(Cell(line) for line in decision_words(decision, picture))
@@ -118,8 +121,10 @@ def _facts(picture: Picture) -> Iterator[tuple[str, tuple[Cell, ...]]]:
 
 def _revision(status: Object) -> str:
     revision = status.get("revision") or {}
-    current, updated = revision.get("current") or "<none>", revision.get("updated")
-    return f"{current}, rolling out {updated}" if updated and updated != current else current
+    current, updated = revision.get("current"), revision.get("updated")
+    if current is None:
+        return f"{updated}, not ready yet" if updated else "<none>"
+    return f"{current}, rolling out {updated}" if updated and updated != current else str(current)
 
 
 def _replicas(status: Object) -> str:
@@ -135,11 +140,19 @@ def _layout(picture: Picture) -> str:
         parts.append(
             f"tensor size {current or target}" + (f", wanted {target}" if current not in (None, target) else "")
         )
+    if picture.status.get("device"):
+        parts.append(f"computing on {picture.status['device']}")
     if capacity.get("gpus"):
         parts.append(f"{capacity['gpus']} GPU{'s' if capacity['gpus'] > 1 else ''} in all")
     if capacity.get("kvTokensPerReplica"):
         parts.append(f"KV cache for {capacity['kvTokensPerReplica']:,} tokens a replica")
     return "; ".join(parts)
+
+
+def _startup(startup: Object) -> str:
+    parts = ("scheduling", "creating", "loading")
+    spent = ", ".join(f"{part} {startup.get(f'{part}Seconds', 0)} s" for part in parts)
+    return f"{startup.get('totalSeconds', 0)} s until {startup.get('pod', '?')} was ready: {spent}"
 
 
 def _condition_row(condition: Object, picture: Picture) -> tuple[Cell, ...]:
