@@ -13,9 +13,9 @@ from kvern_cli.local.files import write_atomically
 from kvern_cli.local.gpus import GpuPool, visible_gpus
 from kvern_cli.local.launch import environment_for, launch
 from kvern_cli.local.limits import refusals, warnings
-from kvern_cli.words import age, table
 from kvern_cli.up import choose_port, parse_claims
 from kvern_cli.view import PlainView, RichView, Row, make_view
+from kvern_cli.words import age, table
 from kvern_operator.api.base import parse_time
 from kvern_operator.desired import engine, router
 from kvern_operator.settings import Settings
