@@ -77,6 +77,13 @@ def test_operator_can_do_little(operator: None) -> None:
         assert not allowed(verb, resource, "-A"), f"{verb} {resource}"
 
 
+def test_no_right_was_missing(operator: None) -> None:
+    """Whatever the tests before this one had the operator do."""
+    said = kubectl(*SPACE, "logs", kit.OPERATOR, "--tail=-1")
+    assert "leading as" in said
+    assert "forbidden" not in said.lower(), [line for line in said.splitlines() if "forbidden" in line.lower()][:5]
+
+
 def test_upgrade_restarts_no_service(restored: None, service: Callable[..., Service]) -> None:
     mine = service("upgraded")
     mine.wait_ready()

@@ -131,7 +131,7 @@ def _there(picture: Picture) -> Iterator[str]:
     if picture.condition("Available").get("status") == "True" and status.get("url"):
         yield f"It answers at {status['url']}."
     yield from _by_state(picture, engines, "engine")
-    if not engines:
+    if not engines and not picture.gaps:
         yield "No engine pod."
     if routers:
         ready = sum(pod.ready for pod in routers)

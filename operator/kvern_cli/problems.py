@@ -56,11 +56,10 @@ def _not_taken_up(picture: Picture) -> Iterator[Problem]:
         return
     if not created or seconds_since(created, picture.now) < TAKE_UP_SECONDS:
         return
-    changed = (
-        f"generation {generation} (it has seen {seen})" if seen else f"this service ({age(created, picture.now)} old)"
-    )
+    age_ = age(created, picture.now)
+    changed = f"generation {generation}, but generation {seen}" if seen else f"this service, which is {age_} old"
     said = f"; {picture.operator}" if picture.operator else ""
-    story = f"the operator has not taken up {changed}{said}"
+    story = f"the operator has not taken up {changed} (NotReconciled){said}"
     yield Problem("NotReconciled", "the operator has not taken it up", story)
 
 
@@ -83,7 +82,9 @@ def _refused_pods(picture: Picture) -> Iterator[Problem]:
     for reason, found in by_reason.items():
         workload, event = found[-1]
         who = names(w.name for w, _ in found)
-        story = f"no pod can be made for {who}: {event.message.partition('failed error: ')[2] or event.message}"
+        story = (
+            f"no pod can be made for {who} ({reason}): {event.message.partition('failed error: ')[2] or event.message}"
+        )
         shorts = {
             "QuotaExceeded": "the namespace's quota allows no further pod",
             "PodSecurityViolation": "the namespace's Pod Security level forbids its pods",
@@ -149,7 +150,8 @@ def _story(pod: PodPicture, others: str) -> str:
     assert pod.trouble is not None
     trouble = pod.trouble
     if trouble.reason in ("Unschedulable", "ClaimNotBound"):
-        return f"no node can take {pod.name}{others}; the scheduler says: {trouble.message or 'nothing'}"
+        said = trouble.message or "nothing"
+        return f"no node can take {pod.name}{others} ({trouble.reason}); the scheduler says: {said}"
     if trouble.exit_code is None:
         return f"{pod.name}{others} is in {trouble.reason}: {trouble.message or 'no message'}"
     again = f", started again {count(pod.restarts, 'time')}" if pod.restarts else ""
@@ -170,8 +172,8 @@ def _stuck_pods(picture: Picture) -> Iterator[Problem]:
         if pod.ending_since:
             late = seconds_since(pod.ending_since, picture.now) - pod.grace_seconds
             if late > 30:
-                since = age(pod.ending_since, picture.now)
-                story = f"{pod.name} was told to end {since} ago and is still there; it had {pod.grace_seconds} s"
+                since, grace = age(pod.ending_since, picture.now), pod.grace_seconds
+                story = f"{pod.name} was told to end {since} ago, had {grace} s for it, is there (StuckTerminating)"
                 yield Problem("StuckTerminating", f"{pod.name} does not end", story, pod.name, pod.node, serious=False)
         elif pod.trouble is None and pod.scheduled and not pod.created_container:
             events = [e for e in picture.events if e.name == pod.name and e.reason in STUCK_REASONS and e.warning]
@@ -191,16 +193,26 @@ def _slow_starts(picture: Picture) -> Iterator[Problem]:
         )
         if killed is None:
             continue
+        again = f"was started again {count(pod.restarts, 'time')}"
         if "startup probe" in killed.message:
             limit = f" within {duration(pod.startup_seconds)}" if pod.startup_seconds else " in time"
-            story = f"{pod.name} was not ready{limit} and was started again {count(pod.restarts, 'time')}"
+            story = f"{pod.name} was not ready{limit} and {again} (NotReadyInTime)"
             yield Problem("NotReadyInTime", f"{pod.name} takes too long to load", story, pod.name, pod.node)
         else:
-            story = f"{pod.name} did not answer its liveness probe and was started again {count(pod.restarts, 'time')}"
+            story = f"{pod.name} did not answer its liveness probe and {again} (Unresponsive)"
             yield Problem("Unresponsive", f"{pod.name} hung", story, pod.name, pod.node)
 
 
 # ---------------------------------------------------------------- what the operator says
+
+
+def _meaning(reason: str) -> str:
+    """The first sentence of what a reason means, to go on with in a headline."""
+    known = REASONS.get(reason)
+    if known is None:
+        return reason
+    first = known.meaning.partition(". ")[0].rstrip(".")
+    return first[:1].lower() + first[1:]
 
 
 def _from_conditions(picture: Picture, known: set[str]) -> Iterator[Problem]:
@@ -220,4 +232,4 @@ def _from_conditions(picture: Picture, known: set[str]) -> Iterator[Problem]:
             continue
         told.add(reason)
         serious = type_ in ("Ready", "Available")
-        yield Problem(reason, f"{reason}", f"{reason}: {message.removeprefix('stalled: ')}", serious=serious)
+        yield Problem(reason, _meaning(reason), f"{reason}: {message.removeprefix('stalled: ')}", serious=serious)

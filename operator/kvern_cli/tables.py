@@ -1,6 +1,7 @@
 """The tables of `kvern status`: one line a service, one service with its pods and conditions. Pure: pictures in, blocks
 out."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
@@ -109,6 +110,9 @@ def _facts(picture: Picture) -> Iterator[tuple[str, tuple[Cell, ...]]]:
     layout = _layout(picture)
     if layout:
         yield "Layout", (Cell(layout),)
+    startup = status.get("startup")
+    if startup:
+        yield "Last start", (Cell(_startup(startup)),)
     decision = (status.get("autoscaling") or {}).get("lastDecision")
     if decision:
         yield "Last decision", tuple(Cell(line) for line in decision_words(decision, picture))
@@ -118,8 +122,10 @@ def _facts(picture: Picture) -> Iterator[tuple[str, tuple[Cell, ...]]]:
 
 def _revision(status: Object) -> str:
     revision = status.get("revision") or {}
-    current, updated = revision.get("current") or "<none>", revision.get("updated")
-    return f"{current}, rolling out {updated}" if updated and updated != current else current
+    current, updated = revision.get("current"), revision.get("updated")
+    if current is None:
+        return f"{updated}, not ready yet" if updated else "<none>"
+    return f"{current}, rolling out {updated}" if updated and updated != current else str(current)
 
 
 def _replicas(status: Object) -> str:
@@ -135,11 +141,19 @@ def _layout(picture: Picture) -> str:
         parts.append(
             f"tensor size {current or target}" + (f", wanted {target}" if current not in (None, target) else "")
         )
+    if picture.status.get("device"):
+        parts.append(f"computing on {picture.status['device']}")
     if capacity.get("gpus"):
         parts.append(f"{capacity['gpus']} GPU{'s' if capacity['gpus'] > 1 else ''} in all")
     if capacity.get("kvTokensPerReplica"):
         parts.append(f"KV cache for {capacity['kvTokensPerReplica']:,} tokens a replica")
     return "; ".join(parts)
+
+
+def _startup(startup: Object) -> str:
+    parts = ("scheduling", "creating", "loading")
+    spent = ", ".join(f"{part} {startup.get(f'{part}Seconds', 0)} s" for part in parts)
+    return f"{startup.get('totalSeconds', 0)} s until {startup.get('pod', '?')} was ready: {spent}"
 
 
 def _condition_row(condition: Object, picture: Picture) -> tuple[Cell, ...]:
@@ -164,8 +178,13 @@ def _pods_table(picture: Picture) -> Table:
 
 
 def _pod_row(pod: PodPicture, now: datetime) -> tuple[Cell, ...]:
-    rest = (pod.layout or "-", pod.revision or "-", pod.node or "-", age(pod.created, now))
+    rest = (short_layout(pod.layout) or "-", pod.revision or "-", pod.node or "-", age(pod.created, now))
     return (*_pod_start(pod), _pod_state(pod), *map(Cell, rest))
+
+
+def short_layout(layout: str) -> str:
+    """tp2pp1dp1 -> tp2: without what is 1 anyway."""
+    return re.sub(r"(pp|dp)1(?!\d)", "", layout)
 
 
 def _local_pod_row(pod: PodPicture) -> tuple[Cell, ...]:

@@ -3,6 +3,9 @@
 import base64
 import json
 import re
+import shutil
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +70,38 @@ def test_lint(helm: Helm, chart: str) -> None:
 def test_lint_with_everything_on(helm: Helm) -> None:
     done = helm.run("lint", "--strict", str(CHARTS / "kvern"), "--values", "-", input=json.dumps(EVERYTHING))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("chart", ["kvern", "kvern-crds"])
+def test_package_holds_what_the_folder_does(helm: Helm, chart: str, tmp_path: Path) -> None:
+    done = helm.run("package", str(CHARTS / chart), "--destination", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (package,) = tmp_path.glob("*.tgz")
+    with tarfile.open(package) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    folder = {str(path.relative_to(CHARTS / chart)) for path in (CHARTS / chart).rglob("*") if path.is_file()}
+    assert folder - inside == ({"files/kustomization.yaml"} if chart == "kvern-crds" else set())
+    unpacked = helm.run("template", chart, str(package), "--show-only", SHOWN[chart], "--namespace", "kvern-system")
+    assert documents(unpacked.stdout) == documents(
+        helm.run("template", chart, str(CHARTS / chart), "--show-only", SHOWN[chart], "-n", "kvern-system").stdout
+    )
+
+
+def test_charts_can_be_parts_of_another(helm: Helm, tmp_path: Path) -> None:
+    """Closed schemas must let pass what Helm itself hands down to subcharts."""
+    (tmp_path / "Chart.yaml").write_text("apiVersion: v2\nname: platform\nversion: 1.0.0\n")
+    values = {"global": {"region": "north"}, "kvern": {"replicas": 2}}
+    (tmp_path / "values.yaml").write_text(json.dumps(values))
+    for chart in ("kvern", "kvern-crds"):
+        shutil.copytree(CHARTS / chart, tmp_path / "charts" / chart)
+    done = helm.run("template", "platform", str(tmp_path), "--namespace", "kvern-system")
+    assert done.returncode == 0, done.stderr
+    objects = documents(done.stdout)
+    assert one(objects, "Deployment")["spec"]["replicas"] == 2
+    assert {"CustomResourceDefinition", "PodDisruptionBudget"} <= kinds(objects)
+
+
+SHOWN = {"kvern": "templates/tests/health.yaml", "kvern-crds": "templates/crd.yaml"}  # those that read a file
 
 
 def test_kustomize_base_is_the_default_rendering(helm: Helm) -> None:
@@ -215,8 +250,12 @@ def test_images(render: Any) -> None:
 def test_what_is_set_arrives(render: Any) -> None:
     objects = render(EVERYTHING, api=POD_MONITORS)
     template = one(objects, "Deployment")["spec"]["template"]
-    for name in ("nodeSelector", "tolerations", "affinity", "topologySpreadConstraints", "priorityClassName"):
+    for name in ("nodeSelector", "tolerations", "affinity", "priorityClassName"):
         assert template["spec"][name] == EVERYTHING[name], name
+    own = one(objects, "Deployment")["spec"]["selector"]
+    assert template["spec"]["topologySpreadConstraints"] == [
+        {**EVERYTHING["topologySpreadConstraints"][0], "labelSelector": own}
+    ]
     assert template["metadata"]["annotations"]["example.com/note"] == "true"
     assert template["metadata"]["labels"]["team"] == "platform"
     assert "team" not in one(objects, "Deployment")["spec"]["selector"]["matchLabels"]

@@ -24,7 +24,7 @@ from kvern_cli.explain import Explanation, blocks, explain
 from kvern_cli.picture import Picture, cluster_picture, local_picture
 from kvern_cli.problems import problems
 from kvern_cli.render import plain
-from kvern_cli.tables import service_blocks, services_table
+from kvern_cli.tables import service_blocks, services_table, short_layout
 
 READY = [
     condition("Ready", "True", "AllReplicasReady"),
@@ -111,7 +111,7 @@ def test_a_pod_that_fits_nowhere_in_the_schedulers_words():
         "A replica is 1 pod with 4 NVIDIA-H200 GPUs, 64Gi of memory; tensor size 1."
     )
     assert "1 engine pod in trouble: smol-r0-0." in text["There is"]
-    assert text["Wrong"] == f"no node can take smol-r0-0; the scheduler says: {words}"
+    assert text["Wrong"] == f"no node can take smol-r0-0 (Unschedulable); the scheduler says: {words}"
     assert text["To do"].splitlines()[0] == (
         "what the nodes have left: kubectl -n team-a describe nodes | grep -A 9 'Allocated resources'"
     )
@@ -180,7 +180,7 @@ def test_a_quota_that_lets_no_pod_be_made():
     found = explain(picture(service(*loading()), router_pods(), [replica("smol-r0", existing=0), routers()], events))
     assert found.headline == "smol does not answer: the namespace's quota allows no further pod."
     assert rows(found)["Wrong"].startswith(
-        'no pod can be made for smol-r0: pods "smol-r0-0" is forbidden: exceeded quota: small'
+        'no pod can be made for smol-r0 (QuotaExceeded): pods "smol-r0-0" is forbidden: exceeded quota: small'
     )
     assert "No engine pod." in rows(found)["There is"]
     assert "kubectl -n team-a describe resourcequota" in rows(found)["To do"]
@@ -213,8 +213,16 @@ def test_a_volume_that_cannot_be_mounted():
 @pytest.mark.parametrize(
     ("probe", "reason", "words"),
     [
-        ("startup", "NotReadyInTime", "smol-r0-0 was not ready within 2m4s and was started again 2 times"),
-        ("liveness", "Unresponsive", "smol-r0-0 did not answer its liveness probe and was started again 2 times"),
+        (
+            "startup",
+            "NotReadyInTime",
+            "smol-r0-0 was not ready within 2m4s and was started again 2 times (NotReadyInTime)",
+        ),
+        (
+            "liveness",
+            "Unresponsive",
+            "smol-r0-0 did not answer its liveness probe and was started again 2 times (Unresponsive)",
+        ),
     ],
 )
 def test_a_restart_by_a_probe_is_in_events_only(probe, reason, words):
@@ -293,7 +301,7 @@ def test_a_pod_that_does_not_end():
     stuck["metadata"] |= {"deletionTimestamp": ago(400), "deletionGracePeriodSeconds": 330}
     (found,) = problems(picture(service(*READY, readyReplicas=1), [stuck]))
     assert found.reason == "StuckTerminating" and not found.serious
-    assert found.story == "smol-r0-0 was told to end 12m ago and is still there; it had 330 s"
+    assert found.story == "smol-r0-0 was told to end 12m ago, had 330 s for it, is there (StuckTerminating)"
 
 
 def test_being_deleted():
@@ -303,28 +311,19 @@ def test_being_deleted():
 
 
 @pytest.mark.parametrize(
-    ("sign", "words"),
+    ("sign", "more"),
     [
-        (None, "the operator has not taken up this service (5m0s old)."),
-        (
-            lease(3),
-            "the operator has not taken up this service (5m0s old); the operator (kvern-operator-7c9-abc) runs.",
-        ),
-        (
-            lease(600),
-            "the operator has not taken up this service (5m0s old); the operator (kvern-operator-7c9-abc) gave its "
-            "last sign of life 10m ago.",
-        ),
-        (
-            lease(3, holder=""),
-            "the operator has not taken up this service (5m0s old); no operator holds the Lease kvern-operator.",
-        ),
+        (None, "."),
+        (lease(3), "; the operator (kvern-operator-7c9-abc) runs."),
+        (lease(600), "; the operator (kvern-operator-7c9-abc) gave its last sign of life 10m ago."),
+        (lease(3, holder=""), "; no operator holds the Lease kvern-operator."),
     ],
 )
-def test_nobody_has_taken_it_up(sign, words):
+def test_nobody_has_taken_it_up(sign, more):
     found = explain(picture(service(), [], [], lease=sign))
     assert found.headline == "smol is not served yet: the operator has not taken it up."
-    assert rows(found)["Wrong"] == words
+    words = "the operator has not taken up this service, which is 5m0s old (NotReconciled)"
+    assert rows(found)["Wrong"] == words + more
     assert rows(found)["To do"].startswith("kubectl -n kvern-system get pods")
     assert problems(picture(service(created=3), [], [])) == []  # it is new: give it a moment
 
@@ -333,7 +332,7 @@ def test_a_change_that_nobody_has_taken_up():
     svc = service(*READY, readyReplicas=1)
     svc["metadata"]["generation"] = 3
     (found,) = problems(picture(svc, [pod("smol-r0-0", running()), *router_pods()]))
-    assert found.story == "the operator has not taken up generation 3 (it has seen 1)"
+    assert found.story == "the operator has not taken up generation 3, but generation 1 (NotReconciled)"
 
 
 def test_what_only_the_operator_knows_comes_from_conditions():
@@ -377,7 +376,8 @@ def test_without_the_right_to_see_pods_the_conditions_must_do():
     found = explain(picture(svc, [], [], gaps=gaps))
     assert rows(found)["Wrong"] == "Unschedulable: engine smol-r0-0: 0/2 nodes are available."
     assert rows(found)["Not seen"] == gaps[0]
-    assert "No engine pod" in rows(found)["There is"]
+    assert "There is" not in rows(found)
+    assert found.headline == "smol does not answer: no node can take the pod."
 
 
 def local(doing: str, running: bool = True, **more) -> Picture:
@@ -446,9 +446,28 @@ def test_one_service_with_facts_conditions_pods_and_the_worst():
     assert "Ready         False    CrashLoopBackOff   60s     engine smol-r0-0: exit code 1" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "NAME READY RESTARTS STATE LAYOUT REVISION NODE AGE" in lines
-    assert "smol-r0-0 0/1 4 CrashLoopBackOff tp1pp1dp1 rev1 node-1 4m0s" in lines
+    assert "smol-r0-0 0/1 4 CrashLoopBackOff tp1 rev1 node-1 4m0s" in lines
     assert "smol-router-5d8-1 0/1 0 starting for 3m20s - rev1 node-2 4m0s" in lines
     assert lines[-1] == "smol-r0-0 crashes at its start; more: kvern explain -n team-a smol"
+
+
+def test_where_the_time_of_the_last_start_went():
+    startup = {
+        "pod": "smol-r0-0",
+        "schedulingSeconds": 1,
+        "creatingSeconds": 3,
+        "loadingSeconds": 9,
+        "totalSeconds": 13,
+    }
+    svc = service(*READY, readyReplicas=1, startup=startup, device="cpu", revision={"current": "a", "updated": "b"})
+    text = "\n".join(plain(service_blocks(picture(svc, [pod("smol-r0-0", running())]))))
+    assert "Last start      13 s until smol-r0-0 was ready: scheduling 1 s, creating 3 s, loading 9 s" in text
+    assert "tensor size 1; computing on cpu" in text and "Revision        a, rolling out b" in text
+
+
+def test_layouts_are_short():
+    found = [short_layout(text) for text in ("tp1pp1dp1", "tp2pp1dp4", "tp8pp12dp10", "")]
+    assert found == ["tp1", "tp2dp4", "tp8pp12dp10", ""]
 
 
 def test_pods_in_the_order_of_their_numbers():

@@ -1,7 +1,7 @@
 """Reads what belongs to a service from a cluster: thin, all at once, going without what may not be read."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -109,13 +109,13 @@ def gather(where: Target, name: str) -> Picture:
     kube, namespace = where.kube, where.namespace
     labelled = {"labelSelector": f"{SERVICE_LABEL}={name}"}
     about = f"involvedObject.kind=InferenceService,involvedObject.name={name}"
-    gaps: list[str] = []
+    gaps: dict[str, KubeError] = {}
 
     def optional(path: str, what: str, **params: Any) -> Objects:
         try:
             return kube.list(path, f"list {what} in namespace {namespace}", **params)
         except KubeError as error:
-            gaps.append(f"{what[0].upper() + what[1:]} could not be read: {error}.")
+            gaps[what] = error
             return []
 
     core, apps = f"api/v1/namespaces/{namespace}", f"apis/apps/v1/namespaces/{namespace}"
@@ -141,8 +141,18 @@ def gather(where: Target, name: str) -> Picture:
             kubectl=where.kubectl,
             lease=lease.result(),
             last_logs=logs.result(),
-            gaps=tuple(dict.fromkeys(gaps)),
+            gaps=tuple(_gap_words(gaps, namespace)),
         )
+
+
+def _gap_words(gaps: Mapping[str, KubeError], namespace: str) -> Iterator[str]:
+    """What could not be read. What these credentials may not see is named in one sentence."""
+    hidden = sorted(what for what, error in gaps.items() if error.kind == "forbidden")
+    if hidden:
+        yield f"These credentials may not see {', '.join(hidden)} of namespace {namespace}; the role view lets them."
+    for what, error in sorted(gaps.items()):
+        if error.kind != "forbidden":
+            yield f"No {what}: {error}."
 
 
 def _of_kind(kind: str, objects: Objects) -> Objects:

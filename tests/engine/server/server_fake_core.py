@@ -64,7 +64,11 @@ class FakeCore:
         self._extra.append(message)
 
     def become_ready(self) -> None:
-        self.say(CoreReady(self.engine, self.num_blocks, self.block_size, self.max_model_len))
+        self.say(
+            CoreReady(
+                self.engine, self.num_blocks, self.block_size, self.max_model_len, {"device": "cuda:0 NVIDIA H200"}
+            )
+        )
 
     def die(self, reason: str = "killed by the test", last: bool = True) -> None:
         self.running.clear()

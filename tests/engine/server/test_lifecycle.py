@@ -304,6 +304,7 @@ class TestAdmin:
         with httpx.Client(base_url=server.admin_url, headers=ADMIN) as admin:
             layout = admin.get("/admin/layout").json()
             assert layout["feasible"] == [{"size": 1, "kvTokens": 1024 * 16}]
+            assert layout["device"] == "cuda NVIDIA H200"
             assert (layout["current"], layout["target"], layout["phase"]) == (1, 1, "Stable")
             refused = admin.post("/admin/layout", json={"tensor": 2, "generation": 1})
             assert refused.status_code == 400
