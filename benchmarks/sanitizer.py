@@ -19,12 +19,41 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/cuda/bin", "/usr/local/cuda/compute-sanitizer")
-# The smallest shape of each kernel: the rest runs the same code.
+# The smallest shape of each kernel that has full and partial tiles: others run the same code.
 CHOSEN = {
-    "triton_cases.py": "rms_norm or silu_and_mul or rope or mixed_steps or half_precision or splits or prefill_tiles "
-    "or gather or device_knows or fp8_rows or fp8_linear or linear_parts or gated_linear or padded",
-    "fp8_cases.py": "mixed_steps or splits or prefill_tiles or gather or device_knows or rope or columns or exactly",
-    "sampling_cases.py": "",
+    "triton_cases.py": [
+        "test_rms_norm[3-100-dtype1]",
+        "test_silu_and_mul[3-77-dtype1]",
+        "test_rope_and_cache[2-1-6-dtype1-True]",
+        "test_mixed_steps[16-query_lens3-seq_lens3]",
+        "test_half_precision[dtype1]",
+        "test_splits_and_verification[3-3]",
+        "test_padded_rows_are_zero_and_write_nothing",
+        "test_gather_contexts",
+        "test_rows_that_only_the_device_knows[2]",
+        "test_fp8_rows[5-100]",
+        "test_linear_parts[5-100-40-3]",
+        "test_gated_linear[5-100-20]",
+        "test_small_fp8_products[13-4096-True]",
+        "test_parts_are_added_by_what_follows[3]",
+    ],
+    "fp8_cases.py": [
+        "test_mixed_steps[16-query_lens3-seq_lens3]",
+        "test_head_shapes[3-3-80]",
+        "test_splits_and_verification[8-3]",
+        "test_padded_rows_are_zero",
+        "test_gather_contexts_in_another_type",
+        "test_rows_that_only_the_device_knows[2]",
+        "test_rope_writes_fp8[9-3-64-True]",
+        "test_columns_are_applied_by_what_reads_a_product",
+        "test_int8_linear[5-1104-70]",
+        "test_int8_linear[33-128-128]",
+    ],
+    "sampling_cases.py": [
+        "test_greedy_takes_the_first_of_the_largest[100-dtype1]",
+        "test_draws_as_the_reference[top_k-top_p-min_p-dtype1]",
+        "test_decode_inputs[16]",
+    ],
 }
 
 
@@ -37,10 +66,9 @@ def find_tool():
 
 def check(tool, kind, name, out, limit):
     """(what to print, whether it is fine)."""
-    chosen = ["-k", CHOSEN[name]] if CHOSEN[name] else []
-    pytest = [sys.executable, "-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "--timeout=600", *chosen]
-    command = [tool, "--tool", kind, "--error-exitcode", "86", "--print-limit", "20", "--target-processes", "all"]
-    command += [*pytest, str(ROOT / "tests/kernels" / name)]
+    command = [tool, "--tool", kind, "--error-exitcode", "86", "--print-limit", "20"]
+    command += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=600"]
+    command += [f"{ROOT / 'tests/kernels' / name}::{case}" for case in CHOSEN[name]]
     log, began = out / f"sanitizer-{kind}-{name.removesuffix('.py')}.log", time.monotonic()
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with log.open("w") as file:

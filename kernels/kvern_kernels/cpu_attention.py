@@ -240,12 +240,12 @@ def paged_attention(
     """As `attention.paged_attention`, on CPU tensors of one dtype (float32, bfloat16 or float16; the cache may be in
     FP8), float32 inside."""
     key = ("cpu", kv.shape[3], q.dtype)
-    step = meta.plan_cache.get(key)
+    step: _Step | None = meta.plan_cache.get(key)
     if step is None:
         step = meta.plan_cache[key] = _Step(meta, kv.shape[3], q.dtype)
     kv_scales = checked_scales(kv, kv_scales)
     if kv_scales is None:
         return step.run(q, kv, scale)
     # The scales of K and V belong to heads: to multiply q and the result by them is less work.
-    of_keys, of_values = kv_scales.repeat_interleave(q.shape[1] // kv.shape[1], dim=1).to(q.dtype).unsqueeze(-1)
-    return step.run(q * of_keys, kv, scale) * of_values
+    of_heads = kv_scales.repeat_interleave(q.shape[1] // kv.shape[1], dim=1).to(q.dtype).unsqueeze(-1)
+    return step.run(q * of_heads[0], kv, scale) * of_heads[1]

@@ -193,7 +193,7 @@ def choose_tiles(head_dim: int, element_size: int, rows: int, few: bool) -> Deco
     if element_size > 2:
         return DecodeTiles(16, 8 if rows > 32 else 4, 2)
     if element_size == 1:
-        return DecodeTiles(64, 8, 3) if rows > 32 else DecodeTiles(64 if head_dim > 128 else 128, 4, 3)
+        return DecodeTiles(64, 8, 3) if rows > 32 else DecodeTiles(64 if head_dim > 128 else 128, 4, 2)
     if rows > 32:
         return DecodeTiles(32, 8, 3)
     if head_dim > 128:
@@ -266,10 +266,10 @@ def decode_attention(
     d_block = triton.next_power_of_2(dim)
     min_tiles = split_kv.ceil_div(min_tokens, tiles.block_n)
     kv_scales = checked_scales(kv, kv_scales)
-    kernel, stored, extra = _decode_kernel, kv, ()
+    kernel, stored, extra = _decode_kernel, kv, list[Tensor]()
     own = {"D_BLOCK": d_block, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
     if kv_scales is not None:
-        kernel, stored, extra = decode_fp8_kernel, kv.view(torch.int16), (kv_scales,)
+        kernel, stored, extra = decode_fp8_kernel, kv.view(torch.int16), [kv_scales]
         own = {"WORDS": max(16, d_block // 2)}  # the least that a product can be made of
     kernel[(kv_heads, rows, splits)](
         q,
