@@ -210,6 +210,10 @@ def commands_page() -> str:
     out = [
         "# Command line",
         "`pip install kvern` brings these; `serve`, `generate`, `bench` and `fetch` come with `kvern[engine]`.",
+        "`status`, `explain` and `logs` look at one of two places and say on standard error which: what `kvern up` "
+        "runs on this machine, where it runs what is asked for; else the cluster that kubectl would talk to. kubectl's "
+        "own flags (`--context`, `--kubeconfig`, `-A`), or `--cluster`, ask for the cluster, `--local` for this machine. "
+        "They need no more rights than the role `view` gives; what may not be seen is named.",
     ]
     for name, command in commands.choices.items():
         out += [f"## kvern {name}", f"```\n{_help(command)}\n```"]

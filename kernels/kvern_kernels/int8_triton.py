@@ -114,8 +114,8 @@ class HeadTiles:
 def choose_tiles(rows: int) -> HeadTiles:
     """Tiles of a product of `rows` rows.
 
-    Measured on an H200 for 128,256 x 4,096, us against cuBLAS in bf16: 1 row 123.5 / 238.1, 16 127.1 / 244.3, 32 133.6 /
-    256.4, 64 152.5 / 272.4 (179.4 with tiles of 64 columns); the bytes alone take 120.
+    Measured on an H200 for 128,256 x 4,096, us against cuBLAS in bf16: 1 row 123.5 / 238.1, 16 127.1 / 244.3, 32 133.6
+    / 256.4, 64 152.5 / 272.4 (179.4 with tiles of 64 columns); the bytes alone take 120.
     """
     return HeadTiles(64 if rows <= 32 else 128, 64, 4)
 

@@ -1,6 +1,7 @@
 """The tables of `kvern status`: one line a service, one service with its pods and conditions. Pure: pictures in, blocks
 out."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
@@ -177,8 +178,13 @@ def _pods_table(picture: Picture) -> Table:
 
 
 def _pod_row(pod: PodPicture, now: datetime) -> tuple[Cell, ...]:
-    rest = (pod.layout or "-", pod.revision or "-", pod.node or "-", age(pod.created, now))
+    rest = (short_layout(pod.layout) or "-", pod.revision or "-", pod.node or "-", age(pod.created, now))
     return (*_pod_start(pod), _pod_state(pod), *map(Cell, rest))
+
+
+def short_layout(layout: str) -> str:
+    """tp2pp1dp1 -> tp2: without what is 1 anyway."""
+    return re.sub(r"(pp|dp)1(?!\d)", "", layout)
 
 
 def _local_pod_row(pod: PodPicture) -> tuple[Cell, ...]:

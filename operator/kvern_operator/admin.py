@@ -114,7 +114,7 @@ class Prober:
             await asked.load("POST" if draining else "DELETE")
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             verb = "drain" if draining else "take requests again"
-            log.warning("%s could not be told to %s: %s", asked.target.name, verb, error or "no answer in time")
+            log.warning("%s could not be told to %s: %s", asked.target.name, verb, str(error) or "no answer in time")
 
     async def call(self, method: str, target: Target, path: str) -> Any:
         """One question, one JSON answer. Raises what aiohttp raises, TimeoutError and ValueError."""
@@ -184,7 +184,7 @@ class _Asked:
                 await self.load()
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 self._failures += 1
-                log.debug("%s does not answer: %s", self.target.name, error or "no answer in time")
+                log.debug("%s does not answer: %s", self.target.name, str(error) or "no answer in time")
                 if self._failures >= pace.patience and self.report.in_flight is not None:
                     self._take(replace(self.report, in_flight=None))
             wait = pace.leaving if self._leaving else pace.silent if self._failures else pace.usual

@@ -37,6 +37,11 @@ DRY_RUN_AGAIN = (
 )
 
 
+# Seconds that pods have to answer before the first pass after a start: no status is to say for a moment that they are
+# silent, and nobody is to be drained for a load that is not known yet.
+FIRST_ANSWERS = 1.0
+
+
 class RefusedError(Exception):
     """The API server refused something; the status says what. Raised to be backed off."""
 
@@ -49,6 +54,7 @@ class _Memory:
     refusals: tuple[Refusal, ...] = ()  # of the last pass
     overrides_refused: tuple[Refusal, ...] = ()
     refused_at: tuple[int, float] = (-1, 0.0)  # generation, clock
+    asked: bool = False  # its pods have been asked since this process leads
     dry_run: set[str] = field(default_factory=set)  # digests of objects that the API server would take
 
 
@@ -141,6 +147,11 @@ class Controller:
         self, key: Key, service: InferenceService, document: Object, memory: _Memory, now: datetime
     ) -> float | None:
         scene = self._observe(key, service, document, memory)
+        if not memory.asked:
+            memory.asked = True
+            self._prober.watch(key, scene.targets, scene.leaving)
+            if any(p.served and p.in_flight is None for p in scene.observed.pods if p.admin_address):
+                return FIRST_ANSWERS
         plan = reconcile(service, scene.observed, now, self.settings)
         if await self._check(plan, service, memory):
             scene = self._observe(key, service, document, memory)

@@ -6,6 +6,7 @@ Low-level primitives only: kopf writes no annotation, no finalizer and no event 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import aiohttp
 import kopf
 from kubernetes.aio.client.configuration import Configuration
 
@@ -48,13 +49,15 @@ def configure(settings: kopf.OperatorSettings, *, namespaced: bool) -> None:
 def register(
     configuration: Configuration,
     watches: Watches,
+    sessions: list[aiohttp.ClientSession],
     started: Started,
     seen: Seen,
     *,
     namespaced: bool,
     pod_monitors: bool,
 ) -> kopf.OperatorRegistry:
-    """A registry of its own, so that a process can hold several operators in tests."""
+    """A registry of its own, so that a process can hold several operators in tests. Sessions that are opened are put
+    into `sessions`: kopf closes them where it ends in peace, the caller where it does not."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=registry)  # type: ignore[arg-type]  # indexes come as keywords of their own
@@ -67,6 +70,7 @@ def register(
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.AiohttpSession:
         session = open_session(configuration, watches)
+        sessions.append(session)
         return kopf.AiohttpSession(server=configuration.host, aiohttp_session=session)
 
     _index_resource(registry, seen)

@@ -168,7 +168,7 @@ class Elector:
                 return await self._attempt(began)
         except (ApiError, TimeoutError) as error:
             if not (isinstance(error, ApiError) and error.status == 409):
-                log.warning("the Lease %s/%s: %s", self._namespace, self._name, error or "no answer in time")
+                log.warning("the Lease %s/%s: %s", self._namespace, self._name, str(error) or "no answer in time")
             self._lease = None
             return False
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
+import aiohttp
 import kopf
 from kubernetes.aio.config import ConfigException
 
@@ -189,10 +190,11 @@ class Operator:
             meta.API_VERSIONS["PodMonitor"], PLURALS["PodMonitor"]
         )
         ready = asyncio.Event()
-        parts = _Parts(self, client, monitors)
+        parts, sessions = _Parts(self, client, monitors), list[aiohttp.ClientSession]()
         registry = register(
             client.configuration,
             self._watches,
+            sessions,
             parts.start,
             parts.seen,
             namespaced=bool(namespaces),
@@ -219,6 +221,8 @@ class Operator:
             for task in (watching, again, stop):
                 task.cancel()
             await asyncio.gather(watching, again, stop, return_exceptions=True)
+            for session in sessions:
+                await session.close()
 
     async def _own_signals(self, ready: asyncio.Event) -> None:
         """kopf takes the signals when it starts; a second SIGTERM would then end in an error of its own."""

@@ -52,6 +52,9 @@ async def engine():
     await engine.runner.cleanup()
 
 
+other = engine
+
+
 @pytest.fixture
 async def prober():
     changed = []
@@ -88,9 +91,7 @@ async def test_telling_shows_at_once(engine, prober):
     await prober.tell(KEY, "unknown", draining=True)
 
 
-async def test_a_hung_pod_holds_up_nobody_and_becomes_unknown(engine, prober, caplog):
-    other = Engine()
-    other.address = await other.start()
+async def test_a_hung_pod_holds_up_nobody_and_becomes_unknown(engine, other, prober, caplog):
     prober.watch(KEY, [target(engine), target(other, "p-2")])
     await until(lambda: all(r.in_flight == 2 for r in prober.reports(KEY).values()))
     other.hang = True
@@ -103,7 +104,6 @@ async def test_a_hung_pod_holds_up_nobody_and_becomes_unknown(engine, prober, ca
     assert "pod p-2 could not be told to drain: no answer in time" in caplog.text
     other.hang = False
     await until(lambda: prober.reports(KEY)["p-2"].in_flight == 2)
-    await other.runner.cleanup()
 
 
 async def test_one_missed_answer_is_no_news(engine, prober):

@@ -82,7 +82,7 @@ def test_services_of_all_namespaces_and_wide(cluster, capsys):
 
 def test_one_service_with_its_pods(cluster, capsys):
     _, out, _ = run(capsys, "status", "smol")
-    assert "AllReplicasReady" in out and "smol-r0-0" in out and "tp1pp1dp1" in out and "smol-router-5d8-1" in out
+    assert "AllReplicasReady" in out and "smol-r0-0" in out and "tp1 " in out and "smol-router-5d8-1" in out
 
 
 def test_the_object_itself(cluster, capsys):

@@ -24,7 +24,7 @@ from kvern_cli.explain import Explanation, blocks, explain
 from kvern_cli.picture import Picture, cluster_picture, local_picture
 from kvern_cli.problems import problems
 from kvern_cli.render import plain
-from kvern_cli.tables import service_blocks, services_table
+from kvern_cli.tables import service_blocks, services_table, short_layout
 
 READY = [
     condition("Ready", "True", "AllReplicasReady"),
@@ -446,7 +446,7 @@ def test_one_service_with_facts_conditions_pods_and_the_worst():
     assert "Ready         False    CrashLoopBackOff   60s     engine smol-r0-0: exit code 1" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "NAME READY RESTARTS STATE LAYOUT REVISION NODE AGE" in lines
-    assert "smol-r0-0 0/1 4 CrashLoopBackOff tp1pp1dp1 rev1 node-1 4m0s" in lines
+    assert "smol-r0-0 0/1 4 CrashLoopBackOff tp1 rev1 node-1 4m0s" in lines
     assert "smol-router-5d8-1 0/1 0 starting for 3m20s - rev1 node-2 4m0s" in lines
     assert lines[-1] == "smol-r0-0 crashes at its start; more: kvern explain -n team-a smol"
 
@@ -463,6 +463,11 @@ def test_where_the_time_of_the_last_start_went():
     text = "\n".join(plain(service_blocks(picture(svc, [pod("smol-r0-0", running())]))))
     assert "Last start      13 s until smol-r0-0 was ready: scheduling 1 s, creating 3 s, loading 9 s" in text
     assert "tensor size 1; computing on cpu" in text and "Revision        a, rolling out b" in text
+
+
+def test_layouts_are_short():
+    found = [short_layout(text) for text in ("tp1pp1dp1", "tp2pp1dp4", "tp8pp12dp10", "")]
+    assert found == ["tp1", "tp2dp4", "tp8pp12dp10", ""]
 
 
 def test_pods_in_the_order_of_their_numbers():

@@ -125,7 +125,7 @@ async def test_a_standby_is_ready_and_writes_nothing(api, bench, configured):
 
 async def test_whoever_loses_the_lease_exits_and_writes_no_more(api, bench, configured):
     bench.create()
-    async with running(configured, Terms(1.2, 0.8, 0.1)) as (_, task):
+    async with running(configured, Terms(12, 10, 0.3)) as (_, task):
         await until(lambda: "smol-router" in api.of("deployments"), 20)
         lease = api.objects[LEASE]
         api.put(LEASE, {**lease, "spec": {**lease["spec"], "holderIdentity": "other", "renewTime": "x"}})

@@ -78,9 +78,9 @@ class ChunkGovernor:
     def cap(self, decode_rows: int, idle_share: float = 0.0) -> int:
         """Most prompt tokens for the next step, where `decode_rows` rows decode in it.
 
-        `idle_share` is the share of the rows that lie idle though somebody waits for them. Where a crowd is at the door,
-        small chunks beside few decodes waste the device: the more of the batch is still to be filled, the longer a step
-        may take, up to 1 + _RUSH times what `itl_factor` allows.
+        `idle_share` is the share of the rows that lie idle though somebody waits for them. Where a crowd is at the
+        door, small chunks beside few decodes waste the device: the more of the batch is still to be filled, the longer
+        a step may take, up to 1 + _RUSH times what `itl_factor` allows.
 
         0, once, where steps of about this many rows were never seen to decode only: while prompts keep coming there
         would be no such step, and against that of far fewer rows every mixed step would look too long, whatever was
