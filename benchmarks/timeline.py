@@ -17,13 +17,19 @@ from types import SimpleNamespace
 
 READ_TB_S = 4.39  # measured on an H200, see docs/performance-h200.md
 GROUPS = (  # the first pattern found in a kernel's name decides
-    ("attention", ("_decode_kernel", "_merge_kernel", "_prefill_kernel", "fmha", "flash", "cudnn", "_gather")),
+    (
+        "attention",
+        ("_decode_kernel", "decode_fp8", "_merge_kernel", "_prefill_kernel", "fmha", "flash", "cudnn", "_gather"),
+    ),
     ("norm", ("_rms_norm_kernel", "_norm_kernel")),
     ("rope + KV write", ("_rope_kernel",)),
     ("silu", ("_silu",)),
     ("sampling", ("_peaks_kernel", "_pick_kernel")),
     ("inputs", ("_decode_inputs_kernel", "index", "gather", "embedding", "Memcpy", "Memset")),
-    ("gemm", ("gemm", "_product_kernel", "nvjet", "cutlass", "xmma", "gemv", "splitK", "_linear", "cublas")),
+    (
+        "gemm",
+        ("gemm", "_product_kernel", "_split_kernel", "nvjet", "cutlass", "xmma", "gemv", "splitK", "_linear", "cublas"),
+    ),
 )
 
 
@@ -31,14 +37,16 @@ def group_of(name):
     return next((group for group, parts in GROUPS if any(part.lower() in name.lower() for part in parts)), "other")
 
 
-def floors(config, rows, context):
-    """Least microseconds a decode step of each group, by memory traffic at `rows` rows with `context` tokens each."""
+def floors(config, rows, context, fp8=False, fp8_kv=False):
+    """Least microseconds a decode step of each group, by memory traffic at `rows` rows with `context` tokens each. With
+    `fp8` weights take a byte (those of the head too, up to 64 rows), with `fp8_kv` K and V do."""
     hidden, layers = config.hidden_size, config.num_layers
     heads = config.num_heads + 2 * config.num_kv_heads
     layer = hidden * heads * config.head_dim + config.num_heads * config.head_dim * hidden
     layer += 3 * hidden * config.intermediate_size
-    weights = 2 * (layers * layer + config.vocab_size * hidden)
-    kv = 4 * layers * config.num_kv_heads * config.head_dim * context * rows
+    head = config.vocab_size * hidden * (1 if fp8 and rows <= 64 else 2)
+    weights = layers * layer * (1 if fp8 else 2) + head
+    kv = 2 * layers * config.num_kv_heads * config.head_dim * context * rows * (1 if fp8_kv else 2)
     per_us = READ_TB_S * 1e6
     return {"gemm": round(weights / per_us, 1), "attention": round(kv / per_us, 1)}
 
@@ -163,7 +171,9 @@ def decode_timeline(llm, rows, n_in, steps=10):
         "idle_us": round(idle, 1),
         "idle_share": round(idle / max(busy + idle, 1e-9), 4),
         "groups": by_group(found),
-        "floors": floors(llm.model_config, rows, context),
+        "floors": floors(
+            llm.model_config, rows, context, bool(llm.config.quantization), llm.config.kv_cache_dtype != "auto"
+        ),
         "kernels": longest(found, 24),
         "host_profile": profile_lines(profile),
     }

@@ -19,7 +19,7 @@ from kvern_kernels import int8
 from kvern_kernels.int8_triton import HeadTiles, int8_linear
 
 COLUMNS, INNER = 128256, 4096
-TILES = [(64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 8, 4), (128, 64, 4, 4), (64, 128, 4, 3), (64, 64, 4, 6)]
+TILES = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (64, 128, 3), (64, 64, 6)]
 
 
 def main():

@@ -111,7 +111,7 @@ def test_splits_and_verification(splits, query_len):
     expected = case.expected()
     work.partial.fill_(float("nan"))
     work.stats.fill_(float("nan"))
-    for block_n in (32, 128):
+    for block_n in (32, 128) if query_len == 1 else (128,):
         out = torch.full_like(expected, float("nan"))
         tiles = DecodeTiles(block_n, 4, 2)
         common = (case.q, case.kv, case.meta, case.scale, out, 3, query_len, splits, 128, tiles)
@@ -276,7 +276,7 @@ def test_int8_linear(rows, inner, columns):
     torch.manual_seed(rows)
     x = torch.randn(rows, inner + 8, dtype=torch.float16, device=DEVICE)[:, :inner]
     weight = int8.Int8Weight.quantize(torch.randn(columns, inner, device=DEVICE) * 0.3)
-    got = int8_triton.int8_linear(x, weight, int8_triton.HeadTiles(64, 32, 4, 3))
+    got = int8_triton.int8_linear(x, weight, int8_triton.HeadTiles(64, 32, 3))
     assert got.dtype == torch.float16 and got.shape == (rows, columns)
     close(got, int8.int8_linear(x, weight))
 
