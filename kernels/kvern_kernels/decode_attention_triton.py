@@ -9,6 +9,7 @@ any lengths.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from .decode_fp8_triton import decode_fp8_kernel
 from .kv_cache import checked_scales
 from .launch_triton import after_previous, early_launch
 from .metadata import AttentionMetadata, DecodeWorkspace
-from .paged_triton import LOG2E, kv_pointers
+from .paged_triton import LOG2E, kv_pointers, online_softmax, piece_of, store_stats
 
 MAX_QUERY_LEN = 8
 
@@ -57,26 +58,18 @@ def _decode_kernel(
     split = tl.program_id(2)
     splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + row)
-    tiles = tl.cdiv(seq_len, BLOCK_N)
-    tiles_each = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
-    used = tl.maximum(tl.cdiv(tiles, tiles_each), 1)
+    used, begin, end = piece_of(seq_len, split, splits, min_tiles, BLOCK_N)
     if split >= used:
         return
-    if MAX_Q == 1:
-        first_token = row
-        query_len = 1
-    else:
-        first_token = tl.load(query_start_ptr + row)
-        query_len = tl.load(query_start_ptr + row + 1) - first_token
-    begin = split * tiles_each * BLOCK_N
-    end = tl.minimum(begin + tiles_each * BLOCK_N, seq_len)
+    first_token = row if MAX_Q == 1 else tl.load(query_start_ptr + row)
+    query_len = 1 if MAX_Q == 1 else tl.load(query_start_ptr + row + 1) - first_token
 
     tile_rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, D_BLOCK)
-    inside_m = tile_rows < query_len * GROUP
     inside_d = dims < D
+    inside = (tile_rows < query_len * GROUP)[:, None] & inside_d[None, :]
     q_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * q_stride + (head * GROUP + tile_rows % GROUP) * D
-    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=inside_m[:, None] & inside_d[None, :], other=0.0)
+    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=inside, other=0.0)
     visible = seq_len - query_len + tile_rows // GROUP  # the last position each tile row sees
 
     k_base = kv_ptr + head.to(tl.int64) * head_stride
@@ -96,33 +89,22 @@ def _decode_kernel(
             scores = tl.where(inside_n[None, :], scores, float("-inf"))
         else:
             scores = tl.where(positions[None, :] <= tl.minimum(visible, end - 1)[:, None], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        # A tile row that sees nothing yet keeps -inf; subtracting it would give NaN.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(weights, axis=1)
+        weights, decay, top, total = online_softmax(scores, top, total)
         v = tl.load(v_base + offsets, mask=mask, other=0.0)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
 
     out_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * (KV_HEADS * GROUP * D)
     out_offsets += (head * GROUP + tile_rows % GROUP) * D
     if used == 1:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         target = out_ptr + out_offsets[:, None] + dims[None, :]
-        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=inside_m[:, None] & inside_d[None, :])
+        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=inside)
         return
 
-    owner = row.to(tl.int64) * KV_HEADS + head
-    piece = owner * splits + split
-    in_part = tile_rows < MAX_Q * GROUP
+    piece = (row.to(tl.int64) * KV_HEADS + head) * splits + split
     part = partial_ptr + piece * (MAX_Q * GROUP * D) + tile_rows[:, None] * D + dims[None, :]
-    tl.store(part, acc, mask=inside_m[:, None] & inside_d[None, :])
-    stats = stats_ptr + piece * (2 * MAX_Q * GROUP) + tile_rows
-    tl.store(stats, top, mask=in_part)
-    tl.store(stats + MAX_Q * GROUP, total, mask=in_part)
+    tl.store(part, acc, mask=inside)
+    store_stats(stats_ptr, piece, tile_rows, top, total, MAX_Q * GROUP)
 
 
 @triton.jit(do_not_specialize=["splits", "min_tiles"])
@@ -229,6 +211,16 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
+def _kernel_for(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> tuple[Any, Tensor, list[Tensor], dict[str, Any]]:
+    """(kernel, the cache as it takes it, its further tensors, its further constants)."""
+    d_block = triton.next_power_of_2(q.shape[2])
+    if kv_scales is None:
+        constants = {"D_BLOCK": d_block, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
+        return _decode_kernel, kv, [], constants
+    words = max(16, d_block // 2)  # the least that a product can be made of
+    return decode_fp8_kernel, kv.view(torch.int16), [kv_scales], {"WORDS": words}
+
+
 def decode_attention(
     q: Tensor,
     kv: Tensor,
@@ -263,14 +255,8 @@ def decode_attention(
     min_tokens = min_tokens or split_kv.min_split_tokens(rows * kv_heads, multiprocessors)
     splits = splits or meta.max_splits or split_kv.choose_splits(meta.max_seq_len, min_tokens)
     work = _workspace(meta, q, rows, splits, query_len)
-    d_block = triton.next_power_of_2(dim)
     min_tiles = split_kv.ceil_div(min_tokens, tiles.block_n)
-    kv_scales = checked_scales(kv, kv_scales)
-    kernel, stored, extra = _decode_kernel, kv, list[Tensor]()
-    own = {"D_BLOCK": d_block, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
-    if kv_scales is not None:
-        kernel, stored, extra = decode_fp8_kernel, kv.view(torch.int16), [kv_scales]
-        own = {"WORDS": max(16, d_block // 2)}  # the least that a product can be made of
+    kernel, stored, extra, own = _kernel_for(q, kv, checked_scales(kv, kv_scales))
     kernel[(kv_heads, rows, splits)](
         q,
         stored,
@@ -300,21 +286,37 @@ def decode_attention(
         **early_launch(),
     )
     if splits > 1:
-        _merge_kernel[(rows, heads, query_len)](
-            out,
-            work.partial,
-            work.stats,
-            meta.query_start,
-            seq_lens,
-            splits,
-            min_tiles,
-            HEADS=heads,
-            GROUP=group,
-            MAX_Q=query_len,
-            D=dim,
-            D_BLOCK=d_block,
-            BLOCK_N=tiles.block_n,
-            SPLITS_BLOCK=triton.next_power_of_2(splits),
-            num_warps=4 if splits > 8 else 1,
-            **early_launch(),
-        )
+        _merge(out, work, meta, seq_lens, rows, group, query_len, splits, min_tiles, tiles.block_n)
+
+
+def _merge(
+    out: Tensor,
+    work: DecodeWorkspace,
+    meta: AttentionMetadata,
+    seq_lens: Tensor,
+    rows: int,
+    group: int,
+    query_len: int,
+    splits: int,
+    min_tiles: int,
+    block_n: int,
+) -> None:
+    heads, dim = out.shape[1], out.shape[2]
+    _merge_kernel[(rows, heads, query_len)](
+        out,
+        work.partial,
+        work.stats,
+        meta.query_start,
+        seq_lens,
+        splits,
+        min_tiles,
+        HEADS=heads,
+        GROUP=group,
+        MAX_Q=query_len,
+        D=dim,
+        D_BLOCK=triton.next_power_of_2(dim),
+        BLOCK_N=block_n,
+        SPLITS_BLOCK=triton.next_power_of_2(splits),
+        num_warps=4 if splits > 8 else 1,
+        **early_launch(),
+    )

@@ -26,6 +26,36 @@ def kv_pointers(base, table_ptr, positions, inside, dims, D: tl.constexpr, BS: t
 
 
 @triton.jit
+def piece_of(seq_len, split, splits, min_tiles, BLOCK_N: tl.constexpr):
+    """(pieces that the context is cut into, first and last but one position of this one), see `split_kv.row_splits`."""
+    tiles = tl.cdiv(seq_len, BLOCK_N)
+    tiles_each = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
+    used = tl.maximum(tl.cdiv(tiles, tiles_each), 1)
+    begin = split * tiles_each * BLOCK_N
+    return used, begin, tl.minimum(begin + tiles_each * BLOCK_N, seq_len)
+
+
+@triton.jit
+def online_softmax(scores, top, total):
+    """Takes a tile of scores (in powers of two) into the softmax of each row: its weights, what earlier sums shrink by,
+    and the new maxima and totals."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    # A row that sees nothing yet keeps -inf; subtracting it would give NaN.
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(top - shift)
+    return weights, decay, new_top, total * decay + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def store_stats(stats_ptr, piece, tile_rows, top, total, ROWS: tl.constexpr):
+    """Maxima and totals of the first ROWS tile rows of a piece of the context, for the merge."""
+    stats = stats_ptr + piece * (2 * ROWS) + tile_rows
+    tl.store(stats, top, mask=tile_rows < ROWS)
+    tl.store(stats + ROWS, total, mask=tile_rows < ROWS)
+
+
+@triton.jit
 def fp8_numbers(words):
     """(the low bytes, the high bytes) of int16 `words`, E4M3 each, as float16."""
     if COMPILED:  # two words at once: the compiler would take them apart and put the results together again

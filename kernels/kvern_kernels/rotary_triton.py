@@ -38,6 +38,26 @@ def _half_heads(
 
 
 @triton.jit
+def _halves(
+    pointers,
+    columns,
+    inside,
+    row_scale,
+    part_stride,
+    SCALED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HALF: tl.constexpr,
+    PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Both halves, see `_half_heads`."""
+    first = _half_heads(pointers, columns, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, DTYPE)
+    pointers, columns = pointers + HALF, columns + HALF
+    second = _half_heads(pointers, columns, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, DTYPE)
+    return first, second
+
+
+@triton.jit
 def _stored(values, scales, DTYPE: tl.constexpr, QUANTIZE: tl.constexpr, CACHE_DTYPE: tl.constexpr):
     """What the cache takes of `values` [heads, dims]: rounded to DTYPE, and to E4M3 by the heads' `scales`."""
     if QUANTIZE:
@@ -87,17 +107,13 @@ def _rope_kernel(
     kv_pieces: tl.constexpr = (KV_HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     dims = tl.arange(0, HALF_BLOCK)
     dtype = out_ptr.dtype.element_ty
-    row_scale = 1.0
-    if SCALED:
-        row_scale = tl.load(scales_ptr + token)
+    row_scale = tl.load(scales_ptr + token) if SCALED else 1.0
     if piece < q_pieces:
         heads = piece * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         inside = (heads < HEADS)[:, None] & (dims < HALF)[None, :]
         where = heads[:, None] * (2 * HALF) + dims[None, :]
         source, of = q_ptr + token * q_stride + where, columns_ptr + where
-        first = _half_heads(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, dtype)
-        source, of = source + HALF, of + HALF
-        second = _half_heads(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, dtype)
+        first, second = _halves(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, HALF, PARTS, dtype)
         first, second = _rotated(
             first, second, token, dims, cos_sin_ptr, positions_ptr, q_norm_ptr, eps, HALF, Q_NORM, dtype
         )
@@ -120,22 +136,16 @@ def _rope_kernel(
             kv_scales = tl.load(kv_scales_ptr + place, mask=heads < KV_HEADS, other=1.0)
         if is_key:
             source, of = k_ptr + token * k_stride + where, columns_ptr + HEADS * 2 * HALF + where
-            first = _half_heads(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, dtype)
-            source, of = source + HALF, of + HALF
-            second = _half_heads(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, dtype)
+            first, second = _halves(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, HALF, PARTS, dtype)
             first, second = _rotated(
                 first, second, token, dims, cos_sin_ptr, positions_ptr, k_norm_ptr, eps, HALF, K_NORM, dtype
             )
-            tl.store(cell, _stored(first, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
-            tl.store(cell + HALF, _stored(second, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
         else:
             source, of = v_ptr + token * v_stride + where, columns_ptr + (HEADS + KV_HEADS) * 2 * HALF + where
-            first = _half_heads(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, dtype)
-            source, of = source + HALF, of + HALF
-            second = _half_heads(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, dtype)
+            first, second = _halves(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, HALF, PARTS, dtype)
             cell += kv_stride
-            tl.store(cell, _stored(first, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
-            tl.store(cell + HALF, _stored(second, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
+        tl.store(cell, _stored(first, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
+        tl.store(cell + HALF, _stored(second, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
 
 
 @triton.jit
