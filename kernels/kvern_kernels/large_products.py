@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -92,7 +93,7 @@ def choose(weights: Sequence[Tensor | Fp8Weight], rows: int, dtype: torch.dtype)
         fresh: dict[str, list[int] | None] = {}
         for weight in known:
             values = _values(weight)
-            shape = Shape(rows, *values.shape, values.dtype, dtype)
+            shape = Shape(rows, values.shape[0], values.shape[1], values.dtype, dtype)
             name = label(torch.cuda.get_device_name(device), library.version, shape)
             if name not in kept:
                 kept[name] = fresh[name] = _fastest(library, values, shape)
@@ -121,7 +122,7 @@ def _fastest(library: CublasLt, weight: Tensor, shape: Shape) -> list[int] | Non
     times = [float("inf")] * len(candidates)
     for _ in range(_ROUNDS):
         for place, algo in enumerate(candidates):
-            took = _milliseconds(lambda algo=algo: library.linear(x, weight, algo, shape.out))
+            took = _milliseconds(partial(library.linear, x, weight, algo, shape.out))
             times[place] = min(times[place], took)
     best = pick(times)
     return list(candidates[best]) if best else None
@@ -129,7 +130,7 @@ def _fastest(library: CublasLt, weight: Tensor, shape: Shape) -> list[int] | Non
 
 def _milliseconds(call: Callable[[], object]) -> float:
     """Of one call, while the card has been busy with it for a while."""
-    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
     start.record()
     call()
     middle.record()
@@ -142,7 +143,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
         call()
     end.record()
     end.synchronize()
-    return middle.elapsed_time(end) / count
+    return float(middle.elapsed_time(end)) / count
 
 
 def linear(x: Tensor, weight: Tensor, out: torch.dtype, scale: Tensor | None = None) -> Tensor | None:

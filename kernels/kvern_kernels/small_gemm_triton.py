@@ -148,24 +148,26 @@ def _launch(
     x: Tensor | ScaledRows, weight: Tensor | Fp8Weight, out: Tensor, columns: int, gated: bool, tiles: ProductTiles
 ) -> None:
     row_scales = scale = column_scales = out  # not read
+    values = x.values if isinstance(x, ScaledRows) else x
+    stored = weight.values if isinstance(weight, Fp8Weight) else weight
     if isinstance(x, ScaledRows):
-        x, row_scales = x.values, x.scales
+        row_scales = x.scales
     if isinstance(weight, Fp8Weight):
         column_scales = out if weight.columns is None else weight.columns
-        weight, scale = weight.values, weight.scale
-    rows, inner = x.shape
+        scale = weight.scale
+    rows, inner = values.shape
     block_m = max(16, min(64, triton.next_power_of_2(rows)))
     each = triton.cdiv(triton.cdiv(inner, tiles.block_k), tiles.splits) * tiles.block_k
     _product_kernel[(triton.cdiv(columns, tiles.block_n), tiles.splits, triton.cdiv(rows, block_m))](
-        x,
-        weight,
+        values,
+        stored,
         out,
         scale,
         row_scales,
         column_scales,
         rows,
         columns,
-        x.stride(0),
+        values.stride(0),
         INNER=inner,
         INNER_EACH=each,
         GATED=gated,
