@@ -211,9 +211,9 @@ def commands_page() -> str:
         "# Command line",
         "`pip install kvern` brings these; `serve`, `generate`, `bench` and `fetch` come with `kvern[engine]`.",
         "`status`, `explain` and `logs` look at one of two places and say on standard error which: what `kvern up` "
-        "runs on this machine, where it runs what is asked for; else the cluster that kubectl would talk to. kubectl's "
-        "own flags (`--context`, `--kubeconfig`, `-A`), or `--cluster`, ask for the cluster, `--local` for this machine. "
-        "They need no more rights than the role `view` gives; what may not be seen is named.",
+        "runs on this machine, where it runs what is asked for; else the cluster that kubectl would talk to. "
+        "kubectl's own flags (`--context`, `--kubeconfig`, `-A`), or `--cluster`, ask for the cluster, `--local` for "
+        "this machine. They need no more rights than the role `view` gives; what may not be seen is named.",
     ]
     for name, command in commands.choices.items():
         out += [f"## kvern {name}", f"```\n{_help(command)}\n```"]
@@ -236,23 +236,31 @@ def reasons_part() -> str:
     from kvern_operator import advice
 
     parts = (
-        ("Reasons of conditions", advice.CONDITIONS),
         ("Containers that end", advice.CRASHES),
         ("Pods that do not start", advice.PODS),
         ("Pods that cannot be made", advice.WORKLOADS),
         ("The service as a whole", advice.SERVICE),
+        ("Conditions", advice.CONDITIONS),
         ("Events", advice.EVENTS),
     )
     out = []
     for title, reasons in parts:
+        fine = {name: known for name, known in reasons.items() if known.kind == "fine" and not known.steps}
         out.append(f"### {title}")
         for name, known in reasons.items():
-            out.append(f"#### {name}")
-            out.append(f'{known.meaning}\n<br><span class="facts">{_where(known)}</span>')
-            steps = [step.format(name="NAME", pod="POD", node="NODE", k="kubectl") for step in known.steps]
-            if steps:
-                out.append("\n".join(f"- {_capital(step)}" for step in steps))
+            if name not in fine:
+                out += [f"#### {name}", *_reason(known)]
+        if fine:
+            rows = [f"| `{name}` | {known.meaning} | {known.where} |" for name, known in fine.items()]
+            out += ["As it should be:", "\n".join(["| reason | meaning | where |", "|---|---|---|", *rows])]
     return "\n\n".join(out) + "\n"
+
+
+def _reason(known: Any) -> Iterator[str]:
+    yield f'{known.meaning}\n<br><span class="facts">{_where(known)}</span>'
+    steps = [step.format(name="NAME", pod="POD", node="NODE", k="kubectl") for step in known.steps]
+    if steps:
+        yield "\n".join(f"- {_capital(step)}" for step in steps)
 
 
 def _where(known: Any) -> str:

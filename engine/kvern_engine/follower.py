@@ -1,12 +1,13 @@
 """The supervisor of a pod that does not lead: it joins the leading one, runs its share of the workers, ends with it.
 
-No HTTP and no core here. A worker that dies is reported; the leader decides what ends because of it. SIGTERM only asks:
-the leader's clients may still need these workers, so the pod stays until the leader says stop, is gone, or the drain's
-time is over.
+No API server and no core here; its port answers the kubelet's probes (`follower_port.py`). A worker that dies is
+reported; the leader decides what ends because of it. SIGTERM only asks: the leader's clients may still need these
+workers, so the pod stays until the leader says stop, is gone, or the drain's time is over.
 
 Exit status: 0 when the leader has stopped, 1 when it could not join or the leader was lost, 130 after a second signal.
 """
 
+import contextlib
 import logging
 import os
 import time
@@ -16,6 +17,8 @@ import zmq
 from kvern_engine import __version__, children, logs
 from kvern_engine.children import Child, Ending, how_it_ended
 from kvern_engine.config import EngineConfig
+from kvern_engine.follower_port import FollowerPort
+from kvern_engine.listen import ListenError, listen_tcp
 from kvern_engine.nodes import (
     BEAT_SECONDS,
     AddressError,
@@ -55,8 +58,17 @@ class JoinError(Exception):
 
 def follow(config: EngineConfig) -> int:
     """Run the workers of this pod until the leader ends. Raises JoinError."""
-    with SocketDir() as folder, Signals() as signals:
-        return Follower(config, str(folder.path), signals).run()
+    with contextlib.ExitStack() as stack:
+        folder, signals = stack.enter_context(SocketDir()), stack.enter_context(Signals())
+        follower = Follower(config, str(folder.path), signals)
+        try:
+            listener = stack.enter_context(listen_tcp(config.host, config.port))
+        except ListenError as error:  # several on one machine: only a kubelet needs an answer
+            log.warning("probes get no answer from this pod", extra=logs.fields(reason=error))
+        else:
+            port = FollowerPort(listener, str(config.master_addr), lambda: follower.runs_ranks)
+            stack.callback(port.close)
+        return follower.run()
 
 
 class Follower:
@@ -77,6 +89,11 @@ class Follower:
         self._leader.setsockopt(zmq.LINGER, 500)
         self._leader.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._leader.setsockopt(zmq.ROUTING_ID, f"{config.node_rank}-{os.urandom(8).hex()}".encode())
+
+    @property
+    def runs_ranks(self) -> bool:
+        """Its workers are there and the leader knows where."""
+        return self._said_endpoints
 
     def run(self) -> int:
         try:

@@ -184,7 +184,8 @@ class Leader:
         self._config, self._layout = config, Layout.of(config)
         self._settings = shared_settings(config)
         self._nodes = {node: _Node() for node in range(1, config.nnodes)}
-        self.address = resolve(str(config.master_addr))
+        # Its own name may not be known yet when it starts (a StatefulSet's pod): its address is, where it was told.
+        self.address = config.node_addr or resolve(str(config.master_addr))
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 500)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a pod that comes again takes its name over

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .launch_triton import after_previous
-from .paged_triton import fp8_numbers, kv_pointers
+from .paged_triton import fp8_numbers, kv_pointers, online_softmax, piece_of, store_stats
 
 
 @triton.jit
@@ -18,6 +18,16 @@ def _load_query(pointers, mask):
     """Query elements as float16; bfloat16 reaches further, infinity would make NaN of a whole row."""
     q = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     return tl.minimum(tl.maximum(q, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def _numbers(pointers, inside, WHOLE: tl.constexpr):
+    """The even and the odd numbers of the words at `pointers`; those that are not `inside` are 0 where not the WHOLE
+    tile is."""
+    if WHOLE:
+        return fp8_numbers(tl.load(pointers))
+    else:
+        return fp8_numbers(tl.load(pointers, mask=inside, other=0))
 
 
 @triton.jit(do_not_specialize=["table_stride", "min_tiles"])
@@ -54,25 +64,16 @@ def decode_fp8_kernel(
     split = tl.program_id(2)
     splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + row)
-    tiles = tl.cdiv(seq_len, BLOCK_N)
-    tiles_each = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
-    used = tl.maximum(tl.cdiv(tiles, tiles_each), 1)
+    used, begin, end = piece_of(seq_len, split, splits, min_tiles, BLOCK_N)
     if split >= used:
         return
-    if MAX_Q == 1:
-        first_token = row
-        query_len = 1
-    else:
-        first_token = tl.load(query_start_ptr + row)
-        query_len = tl.load(query_start_ptr + row + 1) - first_token
-    begin = split * tiles_each * BLOCK_N
-    end = tl.minimum(begin + tiles_each * BLOCK_N, seq_len)
+    first_token = row if MAX_Q == 1 else tl.load(query_start_ptr + row)
+    query_len = 1 if MAX_Q == 1 else tl.load(query_start_ptr + row + 1) - first_token
 
     tile_rows = tl.arange(0, BLOCK_M)
     words = tl.arange(0, WORDS)
-    inside_m = tile_rows < query_len * GROUP
-    inside_w = words < D // 2
-    inside = inside_m[:, None] & inside_w[None, :]
+    inside_w = (words < D // 2)[None, :]
+    inside = (tile_rows < query_len * GROUP)[:, None] & inside_w
     q_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * q_stride + (head * GROUP + tile_rows % GROUP) * D
     q_even = _load_query(q_ptr + q_offsets[:, None] + 2 * words[None, :], inside)
     q_odd = _load_query(q_ptr + q_offsets[:, None] + 2 * words[None, :] + 1, inside)
@@ -92,32 +93,18 @@ def decode_fp8_kernel(
         # Behind the end the last token is read again: cheaper than a mask for each load, and never seen.
         read = tl.minimum(positions, end - 1)
         offsets = kv_pointers(0, row_table, read, True, words, D // 2, BS, BS % BLOCK_N == 0)
-        if D == 2 * WORDS:
-            k = tl.load(k_base + offsets)
-        else:
-            k = tl.load(k_base + offsets, mask=inside_w[None, :], other=0)
-        k_even, k_odd = fp8_numbers(k)
+        k_even, k_odd = _numbers(k_base + offsets, inside_w, D == 2 * WORDS)
         scores = tl.dot(q_even, tl.trans(k_even))
         scores = tl.dot(q_odd, tl.trans(k_odd), scores) * scale_log2
         if MAX_Q == 1:
             scores = tl.where(inside_n[None, :], scores, float("-inf"))
         else:
             scores = tl.where(positions[None, :] <= tl.minimum(visible, end - 1)[:, None], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        # A tile row that sees nothing yet keeps -inf; subtracting it would give NaN.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(weights, axis=1)
-        if D == 2 * WORDS:
-            v = tl.load(v_base + offsets)
-        else:
-            v = tl.load(v_base + offsets, mask=inside_w[None, :], other=0)
+        weights, decay, top, total = online_softmax(scores, top, total)
         weights = weights.to(tl.float16)
-        v_even, v_odd = fp8_numbers(v)
+        v_even, v_odd = _numbers(v_base + offsets, inside_w, D == 2 * WORDS)
         even = tl.dot(weights, v_even, even * decay[:, None])
         odd = tl.dot(weights, v_odd, odd * decay[:, None])
-        top = new_top
 
     v_scale = tl.load(kv_scales_ptr + KV_HEADS + head)
     even, odd = even * v_scale, odd * v_scale
@@ -130,12 +117,8 @@ def decode_fp8_kernel(
         tl.store(target + 1, (odd * share).to(out_ptr.dtype.element_ty), mask=inside)
         return
 
-    owner = row.to(tl.int64) * KV_HEADS + head
-    piece = owner * splits + split
-    in_part = tile_rows < MAX_Q * GROUP
+    piece = (row.to(tl.int64) * KV_HEADS + head) * splits + split
     part = partial_ptr + piece * (MAX_Q * GROUP * D) + tile_rows[:, None] * D + 2 * words[None, :]
     tl.store(part, even, mask=inside)
     tl.store(part + 1, odd, mask=inside)
-    stats = stats_ptr + piece * (2 * MAX_Q * GROUP) + tile_rows
-    tl.store(stats, top, mask=in_part)
-    tl.store(stats + MAX_Q * GROUP, total, mask=in_part)
+    store_stats(stats_ptr, piece, tile_rows, top, total, MAX_Q * GROUP)

@@ -5,6 +5,7 @@ and containers that start again are taken up, and lines are printed as they arri
 """
 
 import argparse
+import contextlib
 import heapq
 import queue
 import sys
@@ -225,40 +226,75 @@ def _print_all(args: argparse.Namespace, where: "Target", sources: list[Source])
 
 
 def _follow(args: argparse.Namespace, where: "Target", sources: list[Source]) -> int:
-    """Until Ctrl-C. A pod is looked at again after its container has ended; it goes when the pod does."""
-    lines: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
-    printer = _printer(args, [s.pod for s in sources], more=args.replica is None)
-    readers: dict[str, threading.Thread] = {}
-    told: set[tuple[str, str]] = set()
-    last: dict[str, str] = {}
-    next_look = 0.0
-    first = True
+    """Until Ctrl-C."""
+    following = _Following(args, where, sources)
     while True:
-        if time.monotonic() >= next_look:
-            next_look = time.monotonic() + LOOK_SECONDS
-            sources = sources if first else _again(args, where, sources)
-            printer.expect(source.pod for source in sources)
-            for source in sources:
-                reader = readers.get(source.pod)
-                if reader is not None and reader.is_alive():
+        following.look()
+        following.print_for(LOOK_SECONDS)
+
+
+class _Following:
+    """A reader a pod, each in a thread, and one printer. `look` starts what is missing: a reader ends with its
+    container, and is started again where the pod goes on with another one."""
+
+    def __init__(self, args: argparse.Namespace, where: "Target", sources: list[Source]) -> None:
+        self._args, self._where, self._sources = args, where, sources
+        self._lines: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
+        self._printer = _printer(args, [s.pod for s in sources], more=args.replica is None)
+        self._readers: dict[str, threading.Thread] = {}
+        self._told: set[tuple[str, str]] = set()
+        self._last: dict[str, str] = {}  # the time of the last line, by pod
+        self._looked = False
+
+    def look(self) -> None:
+        """Read every pod that has a log and that nobody reads."""
+        if self._looked:
+            self._sources = _again(self._args, self._where, self._sources)
+        self._printer.expect(source.pod for source in self._sources)
+        for source in self._sources:
+            reader = self._readers.get(source.pod)
+            if reader is not None and reader.is_alive():
+                continue
+            if source.state:
+                self._tell(source)
+                continue
+            target = threading.Thread(target=self._read, args=(source, self._from(source)), daemon=True)
+            self._readers[source.pod] = target
+            target.start()
+        self._looked = True
+
+    def print_for(self, seconds: float) -> None:
+        """Print what comes."""
+        end = time.monotonic() + seconds
+        while (rest := end - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._printer.line(*self._lines.get(timeout=rest))
+
+    def _tell(self, source: Source) -> None:
+        if (source.pod, source.state) not in self._told:
+            self._told.add((source.pod, source.state))
+            _say(f"{source.pod} has no log yet: {source.state}")
+
+    def _from(self, source: Source) -> dict[str, Any]:
+        """Where to begin: behind what was read, with the wanted tail, or (pods that came later) at the start."""
+        if source.pod in self._last:
+            return {"sinceTime": self._last[source.pod]}
+        tail = None if self._looked or self._args.tail < 0 else self._args.tail
+        return {"tailLines": tail, "sinceSeconds": self._args.since}
+
+    def _read(self, source: Source, begin: dict[str, Any]) -> None:
+        """Lines of one container, until it ends. sinceTime counts in whole seconds: what was seen is left out."""
+        from kvern_cli.kube.errors import KubeError
+
+        seen = self._last.get(source.pod, "")
+        # What keeps it from reading is seen at the next look: the pod or its container is gone, or the server is.
+        with contextlib.suppress(KubeError):
+            for line in _read(self._where, source, follow=True, **begin):
+                stamp, text = split_time(line)
+                if seen and stamp and stamp <= seen:
                     continue
-                if source.state:
-                    if (source.pod, source.state) not in told:
-                        told.add((source.pod, source.state))
-                        _say(f"{source.pod} has no log yet: {source.state}")
-                    continue
-                tail = (args.tail if args.tail >= 0 else None) if first else None
-                since = {"sinceTime": last[source.pod]} if source.pod in last else {"tailLines": tail}
-                if args.since and source.pod not in last:
-                    since["sinceSeconds"] = args.since
-                target = threading.Thread(target=_pump, args=(where, source, since, last, lines), daemon=True)
-                readers[source.pod] = target
-                target.start()
-            first = False
-        try:
-            printer.line(*lines.get(timeout=max(0.05, next_look - time.monotonic())))
-        except queue.Empty:
-            continue
+                self._last[source.pod] = max(stamp, self._last.get(source.pod, ""))
+                self._lines.put((source.pod, stamp, text))
 
 
 def _again(args: argparse.Namespace, where: "Target", before: list[Source]) -> list[Source]:
@@ -270,29 +306,6 @@ def _again(args: argparse.Namespace, where: "Target", before: list[Source]) -> l
         if error.kind != "unreachable":
             raise
         return before
-
-
-def _pump(
-    where: "Target",
-    source: Source,
-    since: dict[str, Any],
-    last: dict[str, str],
-    lines: "queue.SimpleQueue[tuple[str, str, str]]",
-) -> None:
-    """Lines of one container into the queue, until it ends. sinceTime counts in whole seconds: what was seen is left
-    out."""
-    from kvern_cli.kube.errors import KubeError
-
-    seen = last.get(source.pod, "")
-    try:
-        for line in _read(where, source, follow=True, **since):
-            stamp, text = split_time(line)
-            if seen and stamp and stamp <= seen:
-                continue
-            last[source.pod] = max(stamp, last.get(source.pod, ""))
-            lines.put((source.pod, stamp, text))
-    except KubeError:
-        return  # the pod or its container is gone, or the server is: the next look tells
 
 
 # ---------------------------------------------------------------- this machine

@@ -26,7 +26,8 @@ NOT_OURS = (
     "one of that name is there already that Kvern has not made for this service; delete it, or give the "
     "InferenceService another name"
 )
-NAME_TAKEN = 1.0  # seconds after which a name that another object still holds is tried again
+STILL_THERE = "one of that name is still there, of an earlier service or on its way out; it has to go first"
+NAME_TAKEN = 5.0  # seconds after which a name that another object holds is tried again; its deletion is an event anyway
 
 
 class NamespaceEndingError(Exception):
@@ -35,10 +36,15 @@ class NamespaceEndingError(Exception):
 
 @dataclass
 class Outcome:
-    """`refusals`: what the API server does not take. `wait`: seconds after which to look again, if anything."""
+    """`refusals`: what the API server does not take. `taken`: what waits for an object of that name to go."""
 
     refusals: list[Refusal] = field(default_factory=list)
-    wait: float | None = None
+    taken: list[Refusal] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Everything has been done."""
+        return not (self.refusals or self.taken)
 
 
 class Executor:
@@ -81,7 +87,7 @@ class Executor:
             if outcome.refusals and obj["kind"] in WORKLOADS:
                 continue  # its pods would wait for what could not be made
             if meta.key(obj) in scene.taken:
-                outcome.wait = NAME_TAKEN
+                outcome.taken.append(Refusal(obj["kind"], "", STILL_THERE, obj["metadata"]["name"]))
                 continue
             await self._apply(key, uid, obj, scene.live.get(meta.key(obj)), outcome)
         pods = {p.name: p.uid for p in scene.observed.pods if not p.terminating}

@@ -16,7 +16,7 @@ from kvern_operator.api.status import Condition, ConditionType, InferenceService
 from kvern_operator.api.types import InferenceServiceSpec
 from kvern_operator.causes import Cause, Surroundings, find_cause
 from kvern_operator.desired.layout import Layout
-from kvern_operator.desired.meta import ENGINE, ROUTER
+from kvern_operator.desired.meta import ENGINE, ROUTER, leads
 from kvern_operator.observed import Pod
 
 Verdict = tuple[Literal["True", "False", "Unknown"], str, str]  # status, reason, message
@@ -215,7 +215,7 @@ def _model_cached(view: View, previous: InferenceServiceStatus | None) -> Verdic
 
 
 def _metrics(view: View) -> Verdict:
-    ready = [p for p in view.pods if p.component == ENGINE and p.ready]
+    ready = [p for p in view.pods if p.component == ENGINE and p.ready and leads(p.name)]
     silent = [p for p in ready if p.in_flight is None]
     if not ready:
         return "Unknown", "NoReplicaReady", "no replica to read metrics from"

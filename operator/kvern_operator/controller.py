@@ -15,7 +15,7 @@ from kvern_operator.admin import Prober
 from kvern_operator.api.load import ManifestError, parse_service
 from kvern_operator.api.status import Condition, InferenceServiceStatus
 from kvern_operator.api.types import InferenceService
-from kvern_operator.apply import Executor, NamespaceEndingError
+from kvern_operator.apply import NAME_TAKEN, Executor, NamespaceEndingError
 from kvern_operator.desired import meta
 from kvern_operator.desired.router import router_name
 from kvern_operator.events import Poster, news
@@ -42,6 +42,9 @@ DRY_RUN_AGAIN = (
 FIRST_ANSWERS = 1.0
 
 
+GARBAGE_TIME = 10.0  # seconds that what an earlier service has left may take to go before it is said
+
+
 class RefusedError(Exception):
     """The API server refused something; the status says what. Raised to be backed off."""
 
@@ -56,6 +59,15 @@ class _Memory:
     refused_at: tuple[int, float] = (-1, 0.0)  # generation, clock
     asked: bool = False  # its pods have been asked since this process leads
     dry_run: set[str] = field(default_factory=set)  # digests of objects that the API server would take
+    taken_since: float | None = None  # clock
+
+    def too_long(self, taken: list[Refusal]) -> tuple[Refusal, ...]:
+        """What still waits for a name after the time that the garbage collector needs."""
+        if not taken:
+            self.taken_since = None
+            return ()
+        self.taken_since = self.taken_since or time.monotonic()
+        return tuple(taken) if time.monotonic() - self.taken_since > GARBAGE_TIME else ()
 
 
 def blamed(
@@ -157,19 +169,20 @@ class Controller:
             scene = self._observe(key, service, document, memory)
             plan = reconcile(service, scene.observed, now, self.settings)
         outcome = await self._executor.carry_out(key, memory.uid, plan, scene)
-        found, memory.refusals = memory.refusals, tuple(outcome.refusals)
+        found, memory.refusals = memory.refusals, tuple(outcome.refusals) or memory.too_long(outcome.taken)
         if memory.refusals != found:
             # The status is to say what was refused, or that it is no longer.
             observed = replace(scene.observed, refusals=memory.overrides_refused + memory.refusals)
             plan = replace(plan, status=reconcile(service, observed, now, self.settings).status)
-        # What was refused has not happened: its notes are for the pass that succeeds.
-        notes = () if memory.refusals else plan.notes
+        # What has not happened is not told: its notes are for the pass that succeeds.
+        notes = plan.notes if outcome.complete else ()
         await self._write(key, document, scene.observed.status, plan.status, notes)
         self._after(key, service, scene, plan)
-        if memory.refusals:
-            raise RefusedError("; ".join(r.message for r in memory.refusals))
-        waits = [w for w in (plan.requeue_after, outcome.wait) if w is not None]
-        return min(waits, default=None)
+        if outcome.refusals:
+            raise RefusedError("; ".join(r.message for r in outcome.refusals))
+        if outcome.taken:
+            return min(NAME_TAKEN, plan.requeue_after or NAME_TAKEN)
+        return plan.requeue_after
 
     def _observe(self, key: Key, service: InferenceService, document: Object, memory: _Memory) -> Scene:
         if (

@@ -32,7 +32,7 @@ from kvern_operator.health import DEAF, Health
 from kvern_operator.kube import PLURALS, ApiError, KubeClient, load_configuration
 from kvern_operator.leader import Elector, Terms
 from kvern_operator.metrics import Metrics
-from kvern_operator.mirror import Index, Mirror
+from kvern_operator.mirror import Mirror
 from kvern_operator.notices import NoticeReader
 from kvern_operator.queue import Delays, Key, KeyQueue, Workers
 from kvern_operator.verify import Verifier
@@ -190,16 +190,17 @@ class Operator:
             meta.API_VERSIONS["PodMonitor"], PLURALS["PodMonitor"]
         )
         ready = asyncio.Event()
-        parts, sessions = _Parts(self, client, monitors), list[aiohttp.ClientSession]()
+        parts, sessions = _Parts(self, client, self._watches, monitors), list[aiohttp.ClientSession]()
         registry = register(
             client.configuration,
             self._watches,
             sessions,
-            parts.start,
-            parts.seen,
+            parts.mirror,
+            parts.add,
             namespaced=bool(namespaces),
             pod_monitors=monitors,
         )
+        parts.start()
         where = {"namespaces": list(namespaces)} if namespaces else {"clusterwide": True}
         watching = asyncio.create_task(
             kopf.operator(registry=registry, standalone=True, stop_flag=self._stop, ready_flag=ready, **where),
@@ -238,63 +239,53 @@ class Operator:
 
 
 class _Parts:
-    """What works while this process leads. Made when kopf has made its indexes."""
+    """What works while this process leads."""
 
-    def __init__(self, operator: Operator, client: KubeClient, pod_monitors: bool) -> None:
+    def __init__(self, operator: Operator, client: KubeClient, watches: Watches, pod_monitors: bool) -> None:
+        config, metrics = operator.config, operator.metrics
         self._operator, self._client, self._monitors = operator, client, pod_monitors
-        self._mirror: Mirror | None = None
-        self._workers: Workers | None = None
-        self._prober = Prober(self.add)
+        self.mirror = mirror = Mirror()
+        queue = KeyQueue(delays=Delays(resync=config.resync))
+        self._prober, self._notices = Prober(self.add), NoticeReader(client, self.add)
+        controller = Controller(
+            mirror,
+            Executor(client, mirror, self._prober),
+            self._prober,
+            self._notices,
+            Poster(client, config.identity),
+            dataclasses.replace(config.settings, pod_monitors=pod_monitors),
+            metrics,
+            queue.remove,
+        )
+        self._workers = Workers(queue, controller.work)
+        self._verifier = Verifier(client, mirror, config.watch_namespaces, pod_monitors, self.add)
+        watches.listed = self._verifier.listed
+        metrics.gauge("kvern_operator_services", "InferenceServices", lambda: float(len(mirror.keys())))
+        metrics.gauge("kvern_operator_queue_depth", "Services that wait for a worker", lambda: float(queue.depth))
+        metrics.gauge(
+            "kvern_operator_watch_silence_seconds", "Age of the last word of the most silent watch", watches.age
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def add(self, key: Key) -> None:
         """Put a service on the queue."""
-        if self._workers is not None:
-            self._workers.add(key)
+        self._workers.add(key)
 
-    def seen(self, key: Key, gone: str) -> None:
-        """An event has come: see handlers.Seen."""
-        if gone and self._mirror is not None:
-            self._mirror.saw_deleted(key, gone)
-        self.add(key)
-
-    def start(self, services: Index, children: Index, pods: Index) -> None:
-        """Make the parts and let them run; nothing is due before the first event, which comes after all lists."""
-        config, client, metrics = self._operator.config, self._client, self._operator.metrics
-        self._mirror = mirror = Mirror(services, children, pods)
-        queue = KeyQueue(delays=Delays(resync=config.resync))
-        notices = NoticeReader(client, self.add)
-        settings = dataclasses.replace(config.settings, pod_monitors=self._monitors)
-        controller = Controller(
-            mirror,
-            Executor(client, mirror, self._prober),
-            self._prober,
-            notices,
-            Poster(client, config.identity),
-            settings,
-            metrics,
-            queue.remove,
-        )
-        self._workers = Workers(queue, controller.work)
-        verifier = Verifier(client, mirror, config.watch_namespaces, self._monitors, self.add)
-        watches = self._operator._watches
-        watches.listed = verifier.listed
-        metrics.gauge("kvern_operator_services", "InferenceServices", lambda: float(len(list(mirror.keys()))))
-        metrics.gauge("kvern_operator_queue_depth", "Services that wait for a worker", lambda: float(queue.depth))
-        metrics.gauge(
-            "kvern_operator_watch_silence_seconds", "Age of the last word of the most silent watch", watches.age
-        )
-        works = {
-            "workers": self._workers.run(),
-            "notices": notices.run(),
-            "verifier": verifier.run(),
-            "PodMonitor": self._watch_monitors(),
-        }
+    def start(self) -> None:
+        """Let all of them run. Nothing is decided before everything that exists has arrived."""
+        works = {"workers": self._work(), "notices": self._notices.run(), "verifier": self._verifier.run()}
+        if self._operator.config.pod_monitors:
+            works["PodMonitors"] = self._watch_monitors()
         for name, work in works.items():
             task = asyncio.create_task(work, name=name)
             task.add_done_callback(self._ended)
             self._tasks.append(task)
+
+    async def _work(self) -> None:
+        await self._verifier.arrived()
+        log.info("%d services", len(self.mirror.keys()))
+        await self._workers.run()
 
     async def _watch_monitors(self) -> None:
         """The Prometheus operator may come or go later. What is watched is set at the start: so start again then."""

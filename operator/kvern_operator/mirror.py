@@ -1,12 +1,14 @@
-"""What the operator knows of the cluster without asking: kopf's indexes of trimmed objects, corrected in two ways.
+"""What the operator knows of the cluster without asking: what the watches brought, trimmed, with own writes on top.
 
-Own writes are seen at once: an index lags behind by a watch event, and a second pass on old facts would, say, drain a
-second replica. And ghosts are left out: after a break a watch starts with a new list, and kopf then keeps what was
-deleted in between for ever; `verify.py` finds those.
+Own writes are seen at once: a watch lags behind, and a second pass on old facts would, say, drain a second replica.
+
+kopf's indexes are not used: each object that is listed at the start wakes up everybody who waits for all of them, which
+with some thousand objects takes longer than a lease; and they keep for ever what was deleted while a watch was broken.
+`verify.py` tells when everything listed is here, and finds what is here and no longer there.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +17,7 @@ from kvern_operator.desired import meta
 from kvern_operator.observed import Object
 from kvern_operator.queue import Clock, Key
 
-Index = Mapping[Any, Iterable[Any]]
-
-LONGEST_LAG = 120.0  # seconds after which the index is believed, whatever was written
+LONGEST_LAG = 120.0  # seconds after which the watch is believed, whatever was written
 
 
 @dataclass(frozen=True)
@@ -115,26 +115,62 @@ class _Write:
 
 
 class Mirror:
-    """The indexes with own writes on top. Keys are (namespace, name of the service)."""
+    """Objects by service and UID. Keys are (namespace, name of the service)."""
 
-    def __init__(self, services: Index, children: Index, pods: Index, clock: Clock = time.monotonic) -> None:
-        self._services, self._children, self._pods, self._clock = services, children, pods, clock
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._services: dict[Key, dict[str, Object]] = {}
+        self._children: dict[Key, dict[str, Live]] = {}
+        self._pods: dict[Key, dict[str, Object]] = {}
+        self._kinds: dict[str, dict[str, Key]] = {}  # kind -> UID -> service
         self._writes: dict[Key, dict[tuple[str, str], _Write]] = {}
         self._statuses: dict[Key, Object] = {}
-        self._ghosts: set[str] = set()
 
-    def keys(self) -> Iterator[Key]:
+    # ------------------------------------------------------------ what the watches bring
+
+    def put(self, kind: str, body: Mapping[str, Any]) -> Key | None:
+        """Keep an object as it now is. Returns the service it belongs to; None: to none."""
+        metadata = body["metadata"]
+        key = (metadata["namespace"], metadata["name"]) if kind == KIND else service_of(metadata)
+        if key is None:
+            return None
+        uid = str(metadata["uid"])
+        if kind == KIND:
+            self._services.setdefault(key, {})[uid] = trim_service(body)
+        elif kind == "Pod":
+            self._pods.setdefault(key, {})[uid] = trim_pod(body)
+        else:
+            self._children.setdefault(key, {})[uid] = trim_child({**body, "kind": kind})
+        self._kinds.setdefault(kind, {})[uid] = key
+        return key
+
+    def remove(self, kind: str, uid: str) -> Key | None:
+        """An object is gone. Returns the service it belonged to, if it was known."""
+        key = self._kinds.get(kind, {}).pop(uid, None)
+        if key is None:
+            return None
+        held: dict[Key, dict[str, Any]] = {KIND: self._services, "Pod": self._pods}.get(kind, self._children)
+        held[key].pop(uid, None)
+        if not held[key]:
+            del held[key]
+        writes = self._writes.get(key, {})
+        for name in [n for n, w in writes.items() if w.uid == uid]:
+            del writes[name]
+        return key
+
+    def uids(self, kind: str) -> set[str]:
+        """Everything of a kind (Pod, a child's kind, the resource's) that is here."""
+        return set(self._kinds.get(kind, ()))
+
+    # ------------------------------------------------------------ what reconcile sees
+
+    def keys(self) -> list[Key]:
         """All services."""
-        return (key for key in list(self._services) if self.service(key) is not None)
+        return list(self._services)
 
     def service(self, key: Key) -> Object | None:
         """The resource; None where there is none."""
-        found: Object | None = None
-        for document in self._services.get(key) or ():
-            if document["metadata"]["uid"] not in self._ghosts and (
-                found is None or _version(document["metadata"]) > _version(found["metadata"])
-            ):
-                found = document
+        found = max(self._services.get(key, {}).values(), key=lambda d: _version(d["metadata"]), default=None)
         written = self._statuses.get(key)
         if found is None or written is None or written["metadata"]["uid"] != found["metadata"]["uid"]:
             self._statuses.pop(key, None)
@@ -146,7 +182,7 @@ class Mirror:
 
     def children(self, key: Key) -> list[Live]:
         """Everything that is labelled with the service, whoever owns it and also while it is being deleted."""
-        found = {(c.kind, c.name): c for c in self._children.get(key) or () if c.uid not in self._ghosts}
+        found = {(c.kind, c.name): c for c in self._children.get(key, {}).values()}
         writes = self._writes.get(key, {})
         for name, write in list(writes.items()):
             seen = found.get(name)
@@ -157,7 +193,7 @@ class Mirror:
                     del found[name]
                 else:
                     del writes[name]
-            elif seen is not None and (seen.version >= write.live.version):
+            elif seen is not None and seen.version >= write.live.version:
                 del writes[name]
             else:
                 found[name] = write.live
@@ -165,7 +201,7 @@ class Mirror:
 
     def pods(self, key: Key) -> list[Object]:
         """All pods that are labelled with the service."""
-        return [p for p in self._pods.get(key) or () if p["metadata"]["uid"] not in self._ghosts]
+        return list(self._pods.get(key, {}).values())
 
     # ------------------------------------------------------------ own writes
 
@@ -183,28 +219,7 @@ class Mirror:
         """Take over what the API server answered to a status."""
         self._statuses[key] = trim_service(answer)
 
-    # ------------------------------------------------------------ what is gone
-
-    def saw_deleted(self, key: Key, uid: str) -> None:
-        """The watch has said that an object is gone."""
-        self._ghosts.discard(uid)
-        writes = self._writes.get(key, {})
-        for name in [n for n, w in writes.items() if w.uid == uid]:
-            del writes[name]
-
     def forget(self, key: Key) -> None:
         """The service is gone."""
         self._writes.pop(key, None)
         self._statuses.pop(key, None)
-
-    def uids(self, kind: str) -> dict[str, Key]:
-        """UID -> service of everything of a kind (Pod, a child's kind, the resource's) that the indexes hold."""
-        if kind == KIND:
-            return {d["metadata"]["uid"]: key for key in list(self._services) for d in self._services[key]}
-        if kind == "Pod":
-            return {p["metadata"]["uid"]: key for key in list(self._pods) for p in self._pods[key]}
-        return {c.uid: key for key in list(self._children) for c in self._children[key] if c.kind == kind}
-
-    def bury(self, uids: Iterable[str]) -> None:
-        """Leave these out from now on: they are gone, though no watch has said so."""
-        self._ghosts.update(uids)

@@ -26,9 +26,9 @@ def read_pod(obj: Object) -> Pod:
     running = (main.get("state") or {}).get("running")
     over = status.get("phase") in ("Failed", "Succeeded")
     found = trouble(obj)
-    ip = str(status.get("podIP") or "")
+    ip, name = str(status.get("podIP") or ""), str(metadata.get("name", ""))
     return Pod(
-        name=str(metadata.get("name", "")),
+        name=name,
         uid=str(metadata.get("uid", "")),
         owner=_owner(labels, component),
         component=component,
@@ -39,7 +39,7 @@ def read_pod(obj: Object) -> Pod:
         served=bool(running is not None and main.get("started")) and not over,
         terminating=metadata.get("deletionTimestamp") is not None,
         address=_address(ip, HTTP_PORT),
-        admin_address=_address(ip, ADMIN_PORT) if component == meta.ENGINE else "",
+        admin_address=_address(ip, ADMIN_PORT) if component == meta.ENGINE and meta.leads(name) else "",
         restarts=restarts(obj),
         reason=found.reason if found else "",
         message=found.message if found else "",

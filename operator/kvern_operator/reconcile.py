@@ -95,7 +95,7 @@ def replicas_of(service: InferenceService, observed: Observed, settings: Setting
         pods, size = [p for p in observed.pods if p.owner == name], meta.as_applied(obj)["spec"]["replicas"]
         alive = [p for p in pods if not p.terminating]
         since = meta.annotation(obj, meta.DRAINING_SINCE)
-        known = [p.in_flight for p in pods if p.served]
+        known = [p.in_flight for p in pods if p.served and meta.leads(p.name)]
         found.append(
             Replica(
                 name=name,

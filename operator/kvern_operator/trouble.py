@@ -2,14 +2,20 @@
 
 The operator's conditions and `kvern explain` both take it from here, so that they say the same. Times, events and logs
 are no business of this file.
+
+A pod in trouble passes through several words for the same thing (ErrImagePull and ImagePullBackOff, RunContainerError
+and StartError, Error and CrashLoopBackOff): one of them is taken, so that a reason changes only when the trouble does.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 # States that every pod passes through; anything else that a container waits for is trouble.
 PASSING = frozenset({"", "ContainerCreating", "PodInitializing"})
+NOT_PULLED = frozenset({"ErrImagePull", "ImagePullBackOff"})
+BACK_OFF = re.compile(r"^Back-off pulling image .*?: ErrImagePull: ")
 
 
 @dataclass(frozen=True)
@@ -65,18 +71,26 @@ def _of_container(container: Mapping[str, Any]) -> Trouble | None:
     state, ended, name = container.get("state") or {}, last_end(container), str(container.get("name", ""))
     waiting = state.get("waiting")
     if waiting is not None:
-        reason = waiting.get("reason") or ""
-        if reason == "CrashLoopBackOff" and ended is not None:
-            return _ended(name, ended, "CrashLoopBackOff", waiting.get("message", ""))
-        return None if reason in PASSING else Trouble(reason, waiting.get("message", ""), container=name)
+        return _waiting(name, waiting.get("reason") or "", waiting.get("message") or "", ended)
     if ended is None or ended.get("exitCode") == 0:
         return None
-    if "terminated" in state:
-        return _ended(name, ended, "Error")
     # It runs, but has not come up since it crashed: the crash is still what there is to say.
-    if container.get("started") or container.get("ready"):
+    if "running" in state and (container.get("started") or container.get("ready")):
         return None
-    return _ended(name, ended, "CrashLoopBackOff" if int(container.get("restartCount", 0)) > 1 else "Error")
+    ends = int(container.get("restartCount", 0)) + ("terminated" in state)
+    return _ended(name, ended, "CrashLoopBackOff" if ends > 1 else "Error")
+
+
+def _waiting(container: str, reason: str, message: str, ended: Mapping[str, Any] | None) -> Trouble | None:
+    if reason in PASSING:
+        return None
+    if ended is not None and reason == "CrashLoopBackOff":
+        return _ended(container, ended, reason, message)
+    if ended is not None and reason == "RunContainerError" and ended.get("reason") not in (None, "Error", "Completed"):
+        return _ended(container, ended, reason)
+    if reason in NOT_PULLED:
+        return Trouble("ImagePullBackOff", BACK_OFF.sub("", message), container=container)
+    return Trouble(reason, message, container=container)
 
 
 def _ended(container: str, ended: Mapping[str, Any], reason: str, message: str = "") -> Trouble:

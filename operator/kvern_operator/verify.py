@@ -1,8 +1,9 @@
-"""Finds ghosts: objects that an index still holds though they are gone.
+"""Compares the mirror with lists of its own: has everything come, and is anything still there that is gone?
 
-When a watch breaks for longer than the API server remembers, it starts over with a list, and what was deleted meanwhile
-never gets an event. So whenever a kind has been listed anew, and every ten minutes anyway, its UIDs are compared with a
-list of our own (names only).
+At the start nothing may be decided before every object that exists has been brought by its watch. And when a watch has
+been broken for longer than the API server remembers, it starts over with a list, and what was deleted meanwhile never
+gets an event. So whenever a kind has been listed anew, and every ten minutes anyway, its UIDs are compared with a list
+of names.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from kvern_operator.queue import Key
 log = logging.getLogger("kvern.verify")
 
 EVERY = 600.0  # seconds
+ARRIVE = 0.3  # seconds between looks at the start
 SOON = 2.0  # seconds after a new list: its own events first
 NAMES_ONLY = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
 
@@ -59,6 +61,18 @@ class Verifier:
             self._due.add(kind)
             self._more.set()
 
+    async def arrived(self) -> None:
+        """Return once the watches have brought everything that exists. The API server being away is waited out."""
+        for kind in self._paths:
+            missing: set[str] | None = None
+            while missing is None or missing:
+                try:
+                    missing = await self._list(kind) - self._mirror.uids(kind)
+                except ApiError as error:
+                    log.warning("%s cannot be listed: %s", kind, error)
+                if missing is None or missing:
+                    await asyncio.sleep(ARRIVE)
+
     async def run(self) -> None:
         """Until cancelled."""
         while True:
@@ -77,16 +91,19 @@ class Verifier:
                     self._due.add(kind)
 
     async def compare(self, kind: str) -> int:
-        """Bury what the API server does not list of a kind. Returns how many there were. Raises ApiError."""
+        """Remove what the API server does not list of a kind. Returns how many there were. Raises ApiError."""
         held = self._mirror.uids(kind)
-        query = {} if kind == KIND else {"labelSelector": meta.SERVICE_LABEL}
-        there: set[str] = set()
-        for path in self._paths[kind]:
-            there.update(item["metadata"]["uid"] for item in await self._client.list(path, query, NAMES_ONLY))
-        ghosts = held.keys() - there
+        ghosts = held - await self._list(kind)
         if ghosts:
             log.warning("%d %s are gone that no watch has said to be", len(ghosts), kind)
-            self._mirror.bury(ghosts)
-            for key in {held[uid] for uid in ghosts}:
-                self._changed(key)
+            for key in {self._mirror.remove(kind, uid) for uid in ghosts}:
+                if key is not None:
+                    self._changed(key)
         return len(ghosts)
+
+    async def _list(self, kind: str) -> set[str]:
+        query = {} if kind == KIND else {"labelSelector": meta.SERVICE_LABEL}
+        found: set[str] = set()
+        for path in self._paths[kind]:
+            found.update(item["metadata"]["uid"] for item in await self._client.list(path, query, NAMES_ONLY))
+        return found

@@ -15,12 +15,13 @@ from kvern_operator.desired import meta
 from kvern_operator.events import Poster
 from kvern_operator.kube import PLURALS, KubeClient
 from kvern_operator.metrics import Metrics
-from kvern_operator.mirror import Mirror, service_of, trim_child, trim_pod, trim_service
+from kvern_operator.mirror import Mirror
 from kvern_operator.notices import NoticeReader
 from kvern_operator.settings import Settings
 
 KEY = ("team-a", "smol")
 SERVICE_PATH = "/apis/kvern.dev/v1alpha1/namespaces/team-a/inferenceservices/smol"
+UNWATCHED = ("Secret", "Event", "Lease")
 SETTINGS = Settings(operator_key=b"k" * 32, namespace="kvern-system")
 
 
@@ -37,18 +38,15 @@ class Bench:
 
     api: FakeApi
     settings: Settings = SETTINGS
-    services: dict = field(default_factory=dict)
-    children: dict = field(default_factory=dict)
-    pods: dict = field(default_factory=dict)
     changed: list = field(default_factory=list)
     forgotten: list = field(default_factory=list)
-    _seen: set = field(default_factory=set)
+    _seen: dict = field(default_factory=dict)  # UID -> kind
 
     def __post_init__(self) -> None:
         self.client = KubeClient(Configuration(host=self.api.url))
         self.metrics = Metrics()
         self.client.wrote = self.metrics.wrote
-        self.mirror = Mirror(self.services, self.children, self.pods)
+        self.mirror = Mirror()
         self.prober = Prober(self.changed.append, Pace(0.05, 0.02, 0.02, 0.05, 0.5, 2))
         self.notices = NoticeReader(self.client, self.changed.append)
         self.executor = Executor(self.client, self.mirror, self.prober)
@@ -84,21 +82,13 @@ class Bench:
         return stored
 
     def pump(self) -> None:
-        """The indexes catch up, and the watches say what is gone."""
-        uids = {obj["metadata"]["uid"] for obj in self.api.objects.values()}
-        for uid in self._seen - uids:
-            self.mirror.saw_deleted(KEY, uid)
-        self._seen = uids
-        for index in (self.services, self.children, self.pods):
-            index.clear()
-        for obj in self.api.objects.values():
-            key = service_of(obj["metadata"])
-            if obj["kind"] == KIND:
-                self.services[(obj["metadata"]["namespace"], obj["metadata"]["name"])] = [trim_service(obj)]
-            elif key is not None and obj["kind"] == "Pod":
-                self.pods.setdefault(key, []).append(trim_pod(obj))
-            elif key is not None and obj["kind"] != "Secret":
-                self.children.setdefault(key, []).append(trim_child(obj))
+        """The watches catch up."""
+        there = {obj["metadata"]["uid"]: obj for obj in self.api.objects.values() if obj["kind"] not in UNWATCHED}
+        for uid in self._seen.keys() - there.keys():
+            self.mirror.remove(self._seen[uid], uid)
+        for obj in there.values():
+            self.mirror.put(obj["kind"], obj)
+        self._seen = {uid: obj["kind"] for uid, obj in there.items()}
 
     async def work(self) -> float | None:
         """A pass that is not the one that only asks pods for the first time."""

@@ -120,7 +120,6 @@ def test_an_engine_that_ran_out_of_memory_names_its_limit():
 @pytest.mark.parametrize(
     ("reason", "message"),
     [
-        ("ErrImagePull", 'failed to pull and unpack image "x/y:1": not found'),
         ("ImagePullBackOff", 'Back-off pulling image "x/y:1"'),
         ("ErrImageNeverPull", 'Container image "x/y:1" is not present with pull policy of Never'),
         ("InvalidImageName", "Failed to apply default image tag"),

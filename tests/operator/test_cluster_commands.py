@@ -1,7 +1,10 @@
 """`kvern status`, `explain` and `logs` against an API server: what they ask, show and say when it says no."""
 
 import json
+import os
+import pty
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -136,6 +139,29 @@ def test_watching_prints_again_what_has_changed(cluster, capsys, monkeypatch):
     cluster.objects[SERVICES] = answer
     code, out, _ = run(capsys, "status", "-w")
     assert code == 130 and [line.split()[3] for line in out.splitlines() if line.startswith("smol")] == ["1", "2", "4"]
+
+
+def test_watching_on_a_terminal_changes_the_table_in_place(cluster):
+    cluster.objects[f"{SERVICES}/smol"] = lambda _: (200, service(*READY, readyReplicas=len(cluster.asked)))
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvern_cli.main", "status", "smol", "-w"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "160", "LINES": "50"},
+    )
+    os.close(theirs)
+    shown = ""
+    deadline = time.monotonic() + 60
+    while shown.count("AllReplicasReady") < 4 and time.monotonic() < deadline:
+        shown += os.read(ours, 65536).decode("utf-8", "replace")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    os.close(ours)
+    assert "\x1b[2mcontext kind, namespace team-a\x1b[0m" in shown
+    assert shown.count("AllReplicasReady") >= 4 and "\x1b[1A" in shown  # drawn again over itself
+    assert "Traceback" not in shown
 
 
 # ---------------------------------------------------------------- explain

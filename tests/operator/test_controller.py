@@ -4,6 +4,7 @@ import pytest
 from effects import KEY, SERVICE_PATH, Bench, path
 from fake_apiserver import FakeApi
 
+from kvern_operator.apply import NAME_TAKEN
 from kvern_operator.controller import RefusedError
 from kvern_operator.desired import meta
 from kvern_operator.kube import ApiError, NotLeadingError
@@ -65,7 +66,7 @@ async def test_own_writes_are_seen_before_the_watch_brings_them(bench, api):
     bench.create({"replicas": 2})
     await bench.work()
     api.requests.clear()
-    await bench.work()  # the indexes still show an empty cluster
+    await bench.work()  # the watches still show an empty cluster
     assert api.writes("inferenceservices/smol/status") == []
     assert bench.status["replicas"] == 2 and set(api.of("statefulsets")) == {"smol-r0", "smol-r1"}
 
@@ -127,8 +128,7 @@ async def test_a_stale_decision_about_a_replica_is_refused(bench, api):
     stale.pump()
     where = path("StatefulSet", "smol-r0")
     api.put(where, {**api.objects[where], "status": {"replicas": 1}})  # something has happened since
-    bench.create({"replicas": 0}, generation=2)
-    stale.services.update(bench.services)
+    stale.mirror.put("InferenceService", bench.create({"replicas": 0}, generation=2))
     with pytest.raises(ApiError) as caught:
         await stale.work()
     assert caught.value.status == 409
@@ -231,13 +231,22 @@ async def test_deletion_is_left_to_owner_references(bench, api):
     assert api.requests == [] and bench.forgotten == [KEY]
 
 
-async def test_a_service_of_the_same_name_waits_for_what_the_last_one_left(bench, api):
+async def test_a_service_of_the_same_name_waits_for_what_the_last_one_left(bench, api, monkeypatch):
     await running(bench)
     api.remove(SERVICE_PATH)
     bench.create(uid="uid-2")
     api.requests.clear()
-    assert await bench.work() == 1.0
+    assert await bench.work() == NAME_TAKEN
     assert [r for r in api.writes() if r[0] == "PATCH" and r[1].endswith("/smol-r0")] == []
+    assert bench.condition("Degraded")[0] == "False"
+    said = bench.events()
+    monkeypatch.setattr("kvern_operator.controller.GARBAGE_TIME", -1.0)
+    bench.pump()
+    assert await bench.work() == NAME_TAKEN  # it does not back off: a deletion is an event
+    assert bench.condition("Degraded") == ("True", "ApplyFailed")
+    message = next(c["message"] for c in bench.status["conditions"] if c["type"] == "Degraded")
+    assert "one of that name is still there, of an earlier service or on its way out" in message
+    assert bench.events() == [*said, ("Warning", "ApplyFailed")]
     (owner,) = api.of("services")["smol"]["metadata"]["ownerReferences"]
     assert owner["uid"] == "uid-1"  # nobody's but the garbage collector's business
     for where, obj in list(api.objects.items()):

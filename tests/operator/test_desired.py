@@ -98,6 +98,25 @@ def test_a_replica_of_several_nodes_is_one_stateful_set():
     assert meta.annotation(made, meta.GPUS) == "16" and meta.annotation(made, meta.LAYOUT) == "tp16pp1dp1"
 
 
+def test_the_pods_of_a_replica_find_each_other():
+    template = stateful_set(service("resources: {gpusPerPod: 8, nodesPerReplica: 2}"))["spec"]["template"]["spec"]
+    env = {
+        e["name"]: e.get("value") or e["valueFrom"]["fieldRef"]["fieldPath"] for e in template["containers"][0]["env"]
+    }
+    assert (
+        env.items()
+        >= {
+            "KVERN_NNODES": "2",
+            "KVERN_MASTER_ADDR": "smol-r0-0.smol-engines.team-a.svc.cluster.local",
+            "KVERN_NODE_RANK": "metadata.labels['apps.kubernetes.io/pod-index']",
+            "KVERN_NODE_ADDR": "status.podIP",
+        }.items()
+    )
+    assert not [e for e in container(service(""))["env"] if "NODE" in e["name"]]
+    alone = services.public_service(service("router: {mode: None}, resources: {nodesPerReplica: 2}"))
+    assert alone["spec"]["selector"]["apps.kubernetes.io/pod-index"] == "0"
+
+
 def test_a_model_in_a_claim_is_mounted_read_only():
     text = service("").model_copy()
     spec = text.spec.model_copy(update={"model": text.spec.model.model_copy(update={"uri": "pvc://models/llama/8b"})})

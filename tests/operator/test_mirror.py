@@ -1,4 +1,4 @@
-"""What the operator knows without asking: own writes on top of the indexes, ghosts left out, trimmed objects."""
+"""What the operator knows without asking: own writes on top of what watches bring, trimmed objects."""
 
 import pytest
 from hypothesis import given
@@ -24,11 +24,14 @@ def service(version=1, uid="uid-1", status=None):
 class World:
     def __init__(self):
         self.now = 0.0
-        self.services, self.children, self.pods = {}, {}, {}
-        self.mirror = Mirror(self.services, self.children, self.pods, lambda: self.now)
+        self.mirror = Mirror(lambda: self.now)
 
-    def index(self, *objects):
-        self.children[KEY] = [trim_child(o) for o in objects]
+    def watch(self, *objects):
+        """Exactly these are there."""
+        for uid in self.mirror.uids("StatefulSet") - {o["metadata"]["uid"] for o in objects}:
+            self.mirror.remove("StatefulSet", uid)
+        for obj in objects:
+            assert self.mirror.put("StatefulSet", obj) == KEY
 
     @property
     def versions(self):
@@ -40,33 +43,34 @@ def world():
     return World()
 
 
-def test_an_own_write_is_seen_until_the_index_has_it(world):
+def test_an_own_write_is_seen_until_the_watch_brings_it(world):
     world.mirror.applied(KEY, child(version=5))
     assert world.versions == {"smol-r0": 5}
-    world.index(child(version=3))
+    world.watch(child(version=3))
     assert world.versions == {"smol-r0": 5}
-    world.index(child(version=7))  # ours and a later one
+    world.watch(child(version=7))  # ours and a later one
     assert world.versions == {"smol-r0": 7}
-    world.index(child(version=7), child("smol-r1", 8, "c-2"))
+    world.watch(child(version=7), child("smol-r1", 8, "c-2"))
     assert world.versions == {"smol-r0": 7, "smol-r1": 8}
 
 
 def test_an_own_delete_is_seen_until_another_of_the_name_is_there(world):
-    world.index(child(version=3))
+    world.watch(child(version=3))
     (live,) = world.mirror.children(KEY)
     world.mirror.deleted(KEY, live)
     assert world.versions == {}
-    world.index(child(version=9, uid="c-9"))
+    world.watch(child(version=9, uid="c-9"))
     assert world.versions == {"smol-r0": 9}
 
 
 def test_what_the_watch_says_is_gone_is_gone_also_if_we_wrote_it(world):
     world.mirror.applied(KEY, child(version=5))
-    world.mirror.saw_deleted(KEY, "c-1")
-    assert world.versions == {}
+    world.watch(child(version=3))
+    assert world.mirror.remove("StatefulSet", "c-1") == KEY
+    assert world.versions == {} and world.mirror.remove("StatefulSet", "c-1") is None
 
 
-def test_after_a_long_time_the_index_is_believed(world):
+def test_after_a_long_time_the_watch_is_believed(world):
     world.mirror.applied(KEY, child(version=5))
     world.now = LONGEST_LAG + 1
     assert world.versions == {}
@@ -82,36 +86,42 @@ def test_versions_never_go_back(steps):
             world.mirror.applied(KEY, child(version=written))
         else:
             watched = max(watched, min(watched + step, max(written, 1)))
-            world.index(child(version=watched))
+            world.watch(child(version=watched))
         now = world.versions["smol-r0"]
         assert now >= seen and now == max(written, watched)
         seen = now
 
 
 def test_own_statuses_are_seen_and_only_for_the_same_service(world):
-    world.services[KEY] = [trim_service(service(1))]
+    world.mirror.put(KIND, service(1))
     world.mirror.status_written(KEY, service(4, status={"replicas": 2}))
     assert world.mirror.service(KEY)["status"] == {"replicas": 2}
-    world.services[KEY] = [trim_service(service(6, status={"replicas": 3}))]
+    world.mirror.put(KIND, service(6, status={"replicas": 3}))
     assert world.mirror.service(KEY)["status"] == {"replicas": 3}
     world.mirror.status_written(KEY, service(9, status={"replicas": 9}))
-    world.services[KEY] = [trim_service(service(7, uid="uid-2"))]  # deleted and made again
+    world.mirror.remove(KIND, "uid-1")
+    world.mirror.put(KIND, service(7, uid="uid-2"))  # deleted and made again
     assert "status" not in world.mirror.service(KEY)
 
 
-def test_ghosts_are_left_out(world):
-    world.services[KEY] = [trim_service(service())]
-    world.index(child(), child("smol-r1", uid="c-2"))
-    world.pods[KEY] = [trim_pod(child("smol-r0-0", uid="p-1", kind="Pod"))]
-    assert world.mirror.uids("StatefulSet") == {"c-1": KEY, "c-2": KEY}
-    assert world.mirror.uids(KIND) == {"uid-1": KEY} and world.mirror.uids("Pod") == {"p-1": KEY}
-    world.mirror.bury(["c-2", "p-1", "uid-1"])
+def test_what_is_gone_is_forgotten(world):
+    world.mirror.put(KIND, service())
+    world.watch(child(), child("smol-r1", uid="c-2"))
+    world.mirror.put("Pod", child("smol-r0-0", uid="p-1", kind="Pod"))
+    assert world.mirror.uids("StatefulSet") == {"c-1", "c-2"}
+    assert world.mirror.uids(KIND) == {"uid-1"} and world.mirror.uids("Pod") == {"p-1"}
+    assert world.mirror.remove("Pod", "p-1") == world.mirror.remove(KIND, "uid-1") == KEY
+    assert world.mirror.remove("StatefulSet", "c-2") == KEY
     assert world.versions == {"smol-r0": 1}
-    assert world.mirror.pods(KEY) == [] and world.mirror.service(KEY) is None and list(world.mirror.keys()) == []
+    assert world.mirror.pods(KEY) == [] and world.mirror.service(KEY) is None and world.mirror.keys() == []
+    unlabelled = child(uid="c-9")
+    del unlabelled["metadata"]["labels"]
+    assert world.mirror.put("StatefulSet", unlabelled) is None and world.mirror.uids("StatefulSet") == {"c-1"}
 
 
 def test_two_services_of_one_name_the_newer_counts(world):
-    world.services[KEY] = [trim_service(service(9, uid="uid-2")), trim_service(service(3, uid="uid-1"))]
+    world.mirror.put(KIND, service(9, uid="uid-2"))
+    world.mirror.put(KIND, service(3, uid="uid-1"))
     assert world.mirror.service(KEY)["metadata"]["uid"] == "uid-2"
 
 

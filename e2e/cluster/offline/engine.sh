@@ -6,6 +6,7 @@
 action=$1 name=$2
 SOCKET=$RUN/engine-$name.sock PIDFILE=$RUN/engine-$name.pid EXEC_ROOT=/run/kvern-e2e-$name
 export DOCKER_HOST=unix://$SOCKET DOCKER_API_VERSION=1.41
+PATH=${PATH#"$TOOLS:"} # Debian's engine wants Debian's containerd and shim, not those made for the node
 
 alive() { [ -s "$PIDFILE" ] && [ "$(cat "/proc/$(<"$PIDFILE")/comm" 2>/dev/null)" = dockerd ]; }
 

@@ -107,17 +107,23 @@ def check_supported(config: EngineConfig) -> None:
 
 
 def check_fp8(
-    quantization: str | None, device: str, capability: tuple[int, int] | None, kv_cache_dtype: str = "auto"
+    quantization: str | None,
+    device: str,
+    capability: tuple[int, int] | None,
+    kv_cache_dtype: str = "auto",
+    ready_made: bool = False,
 ) -> None:
-    """Raises ValueError where a GPU has no FP8 arithmetic for what was asked for."""
+    """Raises ValueError where a GPU has no FP8 arithmetic for what was asked for, or for the checkpoint (`ready_made`:
+    it comes in FP8)."""
     asked = [("quantization", quantization)] if quantization is not None else []
     asked += [("kv_cache_dtype", kv_cache_dtype)] if kv_cache_dtype != "auto" else []
-    if asked and device == "cuda" and capability is not None and capability < _FP8_CAPABILITY:
-        name, value = asked[0]
-        raise ValueError(
-            f"{name}={value} needs a GPU of compute capability 8.9 or later, this one has "
-            f"{capability[0]}.{capability[1]}; leave {name} out"
-        )
+    if not (asked or ready_made) or device != "cuda" or capability is None or capability >= _FP8_CAPABILITY:
+        return
+    needs = f"needs a GPU of compute capability 8.9 or later, this one has {capability[0]}.{capability[1]}"
+    if ready_made:
+        raise ValueError(f"the checkpoint is in FP8, which {needs}; use the unquantized model")
+    name, value = asked[0]
+    raise ValueError(f"{name}={value} {needs}; leave {name} out")
 
 
 def fp8_choice(config: EngineConfig, model: ModelConfig) -> tuple[str | None, bool]:

@@ -90,7 +90,7 @@ class Worker:
                 self.config, self.device.type, self._device_name(), self.max_model_len
             )
             self._quantization, self._fp8_kv = limits.fp8_choice(self.config, model_config)
-            dtype = self._dtype()
+            dtype = self._dtype(model_config)
         if self.parallel is None:
             with self._phase("join", report):
                 self.parallel = self._join()
@@ -195,9 +195,10 @@ class Worker:
     def _device_name(self) -> str:
         return "cpu" if self.device.type == "cpu" else f"{self.device} {torch.cuda.get_device_name(self.device)}"
 
-    def _dtype(self) -> torch.dtype:
+    def _dtype(self, model: ModelConfig) -> torch.dtype:
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
-        limits.check_fp8(self._quantization, self.device.type, capability, "fp8" if self._fp8_kv else "auto")
+        cache = self.config.kv_cache_dtype
+        limits.check_fp8(self.config.quantization, self.device.type, capability, cache, model.fp8 is not None)
         choice = limits.choose_dtype(self.config.dtype, self.device.type, capability)
         if choice.note:
             log.warning(choice.note)

@@ -436,6 +436,19 @@ class InferenceServiceSpec(KvernModel):
             ("resources.gpusPerPod", "resources.nodesPerReplica", "parallelism.pipeline.size"),
         ),
         Rule(
+            "resources.nodesPerReplica",
+            "self.resources.gpusPerPod > 0 || (has(self.engine.args) && 'data-parallel-size' in self.engine.args) || "
+            "((has(self.parallelism.tensor.size) ? self.parallelism.tensor.size : 1) * self.parallelism.pipeline.size) "
+            "% self.resources.nodesPerReplica == 0",
+            "without GPUs, tensor size x pipeline size must be a multiple of nodesPerReplica",
+            lambda s: (
+                s.resources.gpus_per_pod > 0
+                or "data-parallel-size" in s.engine.args
+                or (s.parallelism.tensor.size or 1) * s.parallelism.pipeline.size % s.resources.nodes_per_replica == 0
+            ),
+            ("resources.nodesPerReplica", "parallelism.pipeline.size"),
+        ),
+        Rule(
             "engine.args",
             "self.resources.gpusPerPod == 0 || !has(self.engine.args) || !('data-parallel-size' in self.engine.args)",
             "data-parallel-size follows from gpusPerPod / (tensor x pipeline); it may be given for CPU pods only",

@@ -101,7 +101,7 @@ def pod_template(service: InferenceService, name: str, own: dict[str, str], sett
         "args": arguments(service),
         "ports": [{"name": "http", "containerPort": HTTP_PORT}, {"name": "admin", "containerPort": ADMIN_PORT}],
         "envFrom": [{"configMapRef": {"name": f"{name}-layout"}}],
-        "env": _environment(service),
+        "env": [*_environment(service), *_place_among_nodes(service, name, settings)],
         **engine_probes(spec.model.uri),
         "resources": _resources(spec),
         "volumeMounts": mounts,
@@ -219,6 +219,22 @@ def _environment(service: InferenceService) -> list[Object]:
         ranks = wanted_layout(spec).ranks // spec.resources.nodes_per_replica
         env.append({"name": "OMP_NUM_THREADS", "value": str(max(1, cores // max(1, ranks)))})
     return env
+
+
+def _place_among_nodes(service: InferenceService, name: str, settings: Settings) -> list[Object]:
+    """How the pods of a replica that spans several find each other: the first one leads, by its name in the headless
+    Service; each has its own number from its label, and its address."""
+    nodes, metadata = service.spec.resources.nodes_per_replica, service.metadata
+    if nodes == 1:
+        return []
+    leader = f"{name}-0.{headless_name(service)}.{metadata.namespace}.svc.{settings.cluster_domain}"
+    number = {"fieldRef": {"fieldPath": f"metadata.labels['{meta.POD_INDEX_LABEL}']"}}
+    return [
+        {"name": "KVERN_NNODES", "value": str(nodes)},
+        {"name": "KVERN_MASTER_ADDR", "value": leader},
+        {"name": "KVERN_NODE_RANK", "valueFrom": number},
+        {"name": "KVERN_NODE_ADDR", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+    ]
 
 
 def _resources(spec: InferenceServiceSpec) -> Object:

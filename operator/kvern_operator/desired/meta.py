@@ -15,6 +15,7 @@ SERVICE_LABEL = "kvern.dev/service"
 REPLICA_LABEL = "kvern.dev/replica"
 REVISION_LABEL = "kvern.dev/revision"
 COMPONENT_LABEL = "app.kubernetes.io/component"
+POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"  # the StatefulSet controller puts it on its pods
 APPLIED_HASH = "kvern.dev/applied-hash"
 # The object as Kvern applied it: the API server adds defaults to what it stores, and templates must not be rebuilt.
 APPLIED = "kvern.dev/applied"
@@ -44,6 +45,11 @@ FROZEN = ("StatefulSet", "Deployment")  # kinds with a pod template that is kept
 def replica_name(service: str, index: int) -> str:
     """smollm2-r0: the StatefulSet of one replica."""
     return f"{service}-r{index}"
+
+
+def leads(pod_name: str) -> bool:
+    """Whether an engine pod answers for its replica: of several, the first one."""
+    return pod_name.endswith("-0")
 
 
 def replica_index(service: str, name: str) -> int | None:

@@ -15,7 +15,7 @@ UNKNOWN_BYTES = 140 * GB  # a model that its name says nothing of: 70 billion we
 SLOWEST = {"builtin": 50_000_000, "pvc": 50_000_000, "hf": 20_000_000, "s3": 20_000_000, "oci": 20_000_000}
 BASE_SECONDS = 300  # processes, imports, profile run, graphs, on a node that starts much else at the same time
 LONGEST_SECONDS = 6 * 3600
-STARTUP_PERIOD = 2
+STARTUP_PERIOD = 1
 
 
 def model_bytes(uri: str) -> int:

@@ -49,7 +49,7 @@ def replica_file(service: InferenceService, pods: Iterable[Pod], leaving: frozen
         }
         for pod in sorted(pods, key=lambda p: p.name)
         if pod.component == meta.ENGINE
-        and pod.name.endswith("-0")  # of a replica that spans nodes, the first pod answers
+        and meta.leads(pod.name)
         and pod.address
         and not pod.terminating
         and (pod.ready or (pod.served and pod.running))

@@ -13,8 +13,11 @@ PUBLIC_PORT = 80
 def public_service(service: InferenceService) -> Object:
     """The Service that applications call: in front of the router, or of the engines where there is none."""
     component = meta.ROUTER if service.spec.router.mode == "Embedded" else meta.ENGINE
+    chosen = meta.selector(service, component)
+    if component == meta.ENGINE and service.spec.resources.nodes_per_replica > 1:
+        chosen[meta.POD_INDEX_LABEL] = "0"  # the others run ranks only
     ports = [{"name": "http", "port": PUBLIC_PORT, "targetPort": "http", "appProtocol": "http"}]
-    spec = {"type": "ClusterIP", "selector": meta.selector(service, component), "ports": ports}
+    spec = {"type": "ClusterIP", "selector": chosen, "ports": ports}
     return meta.child(service, "Service", service.metadata.name, spec=spec)
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 
 import failures
+import httpx
 import psutil
 import pytest
 import zmq
@@ -211,9 +212,12 @@ def test_an_engine_over_two_pods_computes_and_listens_on_their_addresses_alone()
     flags = ["-tp", "2", "--nnodes", "2", "--master-addr", ADDRESS, "--master-port", port]
     debug = {"KVERN_DEBUG_RANKS": "1"}
     leader = Pod(*flags, device="cpu", env=debug)
-    follower = Pod(*flags, "--node-rank", "1", "--node-addr", "127.0.0.3", device="cpu", env=debug)
+    probes = free_port()
+    own = ["--node-rank", "1", "--node-addr", "127.0.0.3", "--port", str(probes)]
+    follower = Pod(*flags, *own, device="cpu", env=debug)
     try:
         leader.wait_ready()
+        check_probes(f"http://127.0.0.1:{probes}")
         with LLM(str(TINY), device="cpu", num_gpu_blocks_override=64, max_num_seqs=2) as llm:
             params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
             expected = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].text
@@ -225,6 +229,21 @@ def test_an_engine_over_two_pods_computes_and_listens_on_their_addresses_alone()
                 assert all(address.startswith("127.") for address in listening), listening
     finally:
         assert leader.stop() == 0 and follower.wait() == 0
+
+
+def check_probes(url: str) -> None:
+    """A pod that runs ranks only passes the probes of the leading one, and sends requests there."""
+    assert [httpx.get(url + path).status_code for path in ("/health", "/ready?x=1", "/metrics")] == [200, 200, 200]
+    refused = httpx.post(f"{url}/v1/completions", json={})
+    assert refused.status_code == 421
+    assert refused.json()["error"]["message"].endswith(f"for {ADDRESS}, which takes the requests.")
+
+
+def test_the_leader_listens_at_the_address_it_was_told(context: zmq.Context) -> None:
+    """Its name may not be known yet: a StatefulSet's pod starts before its record is published."""
+    leader = Leader(context, config(node_addr=ADDRESS, master_addr="smol-r0-0.not.yet.known"))
+    assert leader.address == ADDRESS
+    leader.close()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from worker_harness import GREEDY, plan
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import AddedRow
 from kvern_engine.loading.weights import WeightsError
+from kvern_engine.worker import limits
 from kvern_engine.worker.worker import Worker
 from kvern_kernels.fp8 import FP8, FP8_MAX
 
@@ -166,6 +167,12 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     text = r"quantization=fp8_per_tensor does not fit a checkpoint that is quantized already \(fp8_per_channel\); leave"
     with pytest.raises(ValueError, match=text):
         load(packed, quantization="fp8_per_tensor")
+    text = (
+        r"the checkpoint is in FP8, which needs a GPU of compute capability 8\.9 or later, this one has 8\.0; use the"
+    )
+    with pytest.raises(ValueError, match=text):
+        limits.check_fp8(None, "cuda", (8, 0), ready_made=True)
+    limits.check_fp8(None, "cuda", (9, 0), ready_made=True)
     shared = Worker(EngineConfig(model=packed, device="cpu", tensor_parallel_size=2))
     with pytest.raises(ValueError, match="a checkpoint in FP8 with several ranks an engine is not supported yet"):
         shared.load()

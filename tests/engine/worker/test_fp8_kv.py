@@ -78,10 +78,10 @@ def test_a_model_without_scales_is_told(tiny_path: str, caplog: pytest.LogCaptur
 
 def test_answers_with_forks_preemption_and_prefix_hits(tiny_path: str) -> None:
     """Few blocks, equal prefixes, several choices: the tokens are those of a roomy engine."""
-    prompts = [{"prompt_token_ids": IDS[:48] + IDS[i : i + 4]} for i in range(4)]
-    params = [SamplingParams(temperature=0.9, seed=i, n=2, max_tokens=24, ignore_eos=True) for i in range(4)]
+    prompts = [{"prompt_token_ids": IDS[:48] + IDS[i : i + 4]} for i in range(5)]
+    params = [SamplingParams(temperature=0.9, seed=i, n=2, max_tokens=30, ignore_eos=True) for i in range(5)]
     found = []
-    for blocks in (100, 10):
+    for blocks in (100, 12):
         with LLM(tiny_path, device="cpu", kv_cache_dtype="fp8", num_gpu_blocks_override=blocks, max_num_seqs=8) as llm:
             outs = llm.generate(prompts, params, use_tqdm=False)
             found.append([[choice.token_ids for choice in out.outputs] for out in outs])
