@@ -52,20 +52,21 @@ class Executor:
 
     def __init__(self, client: KubeClient, mirror: Mirror, prober: Prober) -> None:
         self._client, self._mirror, self._prober = client, mirror, prober
-        self._secrets: set[str] = set()  # UIDs of services
+        self._secrets: dict[str, bool] = {}  # UID of a service -> made, or to be made again
         self._idle: dict[tuple[Key, str, str], tuple[str, int]] = {}
 
-    def has_secret(self, uid: str) -> bool:
-        """Whether the admin Secret of the service is known to exist."""
-        return uid in self._secrets
+    def has_secret(self, uid: str, has_replicas: bool) -> bool:
+        """Whether the admin Secret of the service is there. It is made before the first replica is: where there is a
+        replica a restarted operator need not ask."""
+        return self._secrets.get(uid, has_replicas)
 
     def doubt_secret(self, uid: str) -> None:
         """A pod waits for it: make it again if it is gone."""
-        self._secrets.discard(uid)
+        self._secrets[uid] = False
 
     def forget(self, key: Key, uid: str) -> None:
         """The service is gone."""
-        self._secrets.discard(uid)
+        self._secrets.pop(uid, None)
         self._idle = {name: seen for name, seen in self._idle.items() if name[0] != key}
 
     async def dry_run(self, objects: tuple[Object, ...]) -> list[Refusal]:
@@ -152,7 +153,7 @@ class Executor:
         except ApiError as error:
             if error.status != 409:
                 raise
-        self._secrets.add(uid)
+        self._secrets[uid] = True
 
     async def write_status(self, key: Key, document: Object, status: InferenceServiceStatus) -> None:
         """Write the status, if nobody else has changed the resource since it was read (else ApiError 409)."""

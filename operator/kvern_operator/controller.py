@@ -7,7 +7,7 @@ API server that is away is tried again, a mistake of ours is logged with its tra
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -23,7 +23,7 @@ from kvern_operator.kube import ApiError, NotLeadingError
 from kvern_operator.metrics import Metrics
 from kvern_operator.mirror import Mirror
 from kvern_operator.notices import NoticeReader, Subject
-from kvern_operator.observe import Scene, observe, read_status
+from kvern_operator.observe import Scene, is_own, observe, read_status
 from kvern_operator.observed import Object, Refusal
 from kvern_operator.queue import Key
 from kvern_operator.reconcile import Plan, invalid_spec, reconcile
@@ -60,6 +60,8 @@ class _Memory:
     asked: bool = False  # its pods have been asked since this process leads
     dry_run: set[str] = field(default_factory=set)  # digests of objects that the API server would take
     taken_since: float | None = None  # clock
+    untold: list[str] = field(default_factory=list)  # notes of what was done that no Event tells yet
+    doubted: set[str] = field(default_factory=set)  # pods that have said that their Secret is missing
 
     def too_long(self, taken: list[Refusal]) -> tuple[Refusal, ...]:
         """What still waits for a name after the time that the garbage collector needs."""
@@ -175,9 +177,12 @@ class Controller:
             observed = replace(scene.observed, refusals=memory.overrides_refused + memory.refusals)
             plan = replace(plan, status=reconcile(service, observed, now, self.settings).status)
         # What has not happened is not told: its notes are for the pass that succeeds.
-        notes = plan.notes if outcome.complete else ()
-        await self._write(key, document, scene.observed.status, plan.status, notes)
-        self._after(key, service, scene, plan)
+        for note in plan.notes if outcome.complete else ():
+            log.info("%s/%s: %s", *key, note)
+            memory.untold.append(note)
+        await self._write(key, document, scene.observed.status, plan.status, memory.untold)
+        memory.untold.clear()
+        self._after(key, service, scene, plan, memory)
         if outcome.refusals:
             raise RefusedError("; ".join(r.message for r in outcome.refusals))
         if outcome.taken:
@@ -190,15 +195,17 @@ class Controller:
             or time.monotonic() - memory.refused_at[1] > DRY_RUN_AGAIN
         ):
             memory.overrides_refused = ()
+        children = self._mirror.children(key)
+        has_replicas = any(c.kind == "StatefulSet" and is_own(c, memory.uid) for c in children)
         return observe(
             service,
-            self._mirror.children(key),
+            children,
             self._mirror.pods(key),
             self._prober.reports(key),
             status=read_status(document),
             notices=self._notices.of(key),
             refusals=memory.overrides_refused + memory.refusals,
-            admin_secret=self._executor.has_secret(memory.uid),
+            admin_secret=self._executor.has_secret(memory.uid, has_replicas),
             token=meta.admin_token(self.settings.operator_key, service),
         )
 
@@ -222,16 +229,14 @@ class Controller:
         document: Object,
         previous: InferenceServiceStatus | None,
         status: InferenceServiceStatus,
-        notes: tuple[str, ...] = (),
+        notes: Sequence[str] = (),
     ) -> None:
         """The status where it differs, then the Events: whoever loses the race for the status says nothing."""
-        for note in notes:
-            log.info("%s/%s: %s", *key, note)
         if status != previous:
             await self._executor.write_status(key, document, status)
         await self._poster.post(news(previous, status, notes), document)
 
-    def _after(self, key: Key, service: InferenceService, scene: Scene, plan: Plan) -> None:
+    def _after(self, key: Key, service: InferenceService, scene: Scene, plan: Plan, memory: _Memory) -> None:
         """Whom to ask and what to listen for until the next pass."""
         self._prober.watch(key, scene.targets, scene.leaving)
         ready = plan.status.condition("Ready")
@@ -242,7 +247,9 @@ class Controller:
         names = {name for _, name in scene.live} | {p.name for p in pods}
         self._notices.want(key, Subject(frozenset(names), router_name(service)))
         secret = f'"{meta.admin_secret_name(service)}" not found'
-        if any(n.reason == "FailedMount" and secret in n.message for n in scene.observed.notices):
+        waiting = {n.uid for n in scene.observed.notices if n.reason == "FailedMount" and secret in n.message}
+        if waiting - memory.doubted:  # an Event outlives what it tells of
+            memory.doubted |= waiting
             self._executor.doubt_secret(service.metadata.uid)
 
     def _forget_service(self, key: Key, document: Object | None) -> None:

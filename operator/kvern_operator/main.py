@@ -13,7 +13,7 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import kopf
@@ -202,10 +202,16 @@ class Operator:
         )
         parts.start()
         where = {"namespaces": list(namespaces)} if namespaces else {"clusterwide": True}
-        watching = asyncio.create_task(
-            kopf.operator(registry=registry, standalone=True, stop_flag=self._stop, ready_flag=ready, **where),
-            name="kopf",
+        # An identity of ours: kopf's own is made of the user's name, and a container's user 65532 has none.
+        kopf_run = kopf.operator(
+            registry=registry,
+            standalone=True,
+            identity=cast(Any, self.config.identity),
+            stop_flag=self._stop,
+            ready_flag=ready,
+            **where,
         )
+        watching = asyncio.create_task(kopf_run, name="kopf")
         again = asyncio.create_task(self._own_signals(ready), name="signals")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         try:

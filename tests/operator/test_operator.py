@@ -40,7 +40,13 @@ def configured(api, monkeypatch):
     async def load():
         return Configuration(host=api.url)
 
+    def nobody(*_):
+        raise KeyError("getpwuid(): uid not found: 65532")
+
     monkeypatch.setattr(operator_main, "load_configuration", load)
+    monkeypatch.setattr("pwd.getpwuid", nobody)  # as in the container
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(operator_main, "LOOK_FOR_CRD", 0.05)
     return Config("kvern-system", SETTINGS, identity="one", health_port=0, resync=30)
 
