@@ -143,7 +143,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
         call()
     end.record()
     end.synchronize()
-    return float(middle.elapsed_time(end)) / count
+    return float(middle.elapsed_time(end) / count)
 
 
 def linear(x: Tensor, weight: Tensor, out: torch.dtype, scale: Tensor | None = None) -> Tensor | None:
