@@ -23,6 +23,8 @@ CONFIG = ROOT / "config"
 CRD = "kvern.dev_inferenceservices.yaml"
 BEGIN, END = "<!-- values: begin -->\n", "<!-- values: end -->\n"
 NAMESPACE = "kvern-system"
+# Without a cluster helm takes the version it was built for, and a helm 3 built from its module was built for 1.20.
+KUBERNETES = "1.37.0"
 
 Object = dict[str, Any]
 
@@ -72,8 +74,8 @@ def with_table(readme: str, table: str) -> str:
 
 def rendered(helm: str, chart: str, *arguments: str) -> list[Object]:
     """The objects of a chart as helm renders them. Raises subprocess.CalledProcessError."""
-    command = [helm, "template", chart, str(CHARTS / chart), "--namespace", NAMESPACE, *arguments]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = [helm, "template", chart, str(CHARTS / chart), "--namespace", NAMESPACE, "--kube-version", KUBERNETES]
+    text = subprocess.run([*command, *arguments], check=True, capture_output=True, text=True).stdout
     return [document for document in yaml.safe_load_all(text) if document]
 
 

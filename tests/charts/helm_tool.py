@@ -46,6 +46,8 @@ class Helm:
         with tempfile.TemporaryDirectory() as home:
             folders = {f"HELM_{name}_HOME": home for name in ("CONFIG", "CACHE", "DATA")}
             env = {**os.environ, **folders, "KUBECONFIG": f"{home}/none", **options.pop("env", {})}
+            if arguments[0] == "template":
+                arguments = (*arguments, "--kube-version", generate.KUBERNETES)
             return subprocess.run(
                 [self.path, *arguments], env=env, capture_output=True, text=True, timeout=60, **options
             )
@@ -63,6 +65,21 @@ class Helm:
     ) -> subprocess.CompletedProcess[str]:
         """What helm template says, right or wrong."""
         return _template(self, json.dumps(values or {}), chart, release, api)
+
+    def notes(self, values: Object | None = None, *, chart: str = "kvern") -> str:
+        """What a person reads after an install. `helm install --dry-run` would need a cluster, so a copy of the chart
+        carries its notes in an object."""
+        with tempfile.TemporaryDirectory() as folder:
+            copy = shutil.copytree(CHARTS / chart, Path(folder) / chart)
+            (copy / "templates" / "NOTES.txt").rename(copy / "notes.tpl")
+            (copy / "templates" / "notes.yaml").write_text(
+                'kind: Notes\ntext: {{ tpl (.Files.Get "notes.tpl") . | toJson }}\n'
+            )
+            arguments = ["template", "kvern", str(copy), "--namespace", "kvern-system", "--values", "-"]
+            done = self.run(*arguments, "--show-only", "templates/notes.yaml", input=json.dumps(values or {}))
+        assert done.returncode == 0, done.stderr
+        text: str = one(documents(done.stdout), "Notes")["text"]
+        return text
 
 
 @cache
@@ -102,8 +119,8 @@ def find_helms() -> list[Helm]:
 
 def one(objects: list[Object], kind: str, name: str = "") -> Object:
     """The only object of a kind, or of a kind and name."""
-    found = [o for o in objects if o["kind"] == kind and name in ("", o["metadata"]["name"])]
-    assert len(found) == 1, f"{kind} {name}: {[o['metadata']['name'] for o in found]}"
+    found = [o for o in objects if o["kind"] == kind and (not name or o["metadata"]["name"] == name)]
+    assert len(found) == 1, f"{len(found)} {kind} {name}"
     return found[0]
 
 

@@ -375,15 +375,8 @@ def test_contradictions_are_named(helm: Helm, wrong: dict[str, Any], message: st
     assert message in done.stderr
 
 
-def notes(helm: Helm, chart: str = "kvern", values: dict[str, Any] | None = None) -> str:
-    arguments = ["install", "kvern", str(CHARTS / chart), "--namespace", "kvern-system", "--dry-run=client"]
-    done = helm.run(*arguments, "--values", "-", input=json.dumps(values or {}))
-    assert done.returncode == 0, done.stderr
-    return done.stdout.partition("NOTES:\n")[2]
-
-
 def test_notes_say_what_to_do_first(helm: Helm) -> None:
-    text = notes(helm)
+    text = helm.notes()
     assert "this cluster does not know InferenceService yet" in text
     for command in ("kubectl apply -n default", "kubectl wait -n default", "kubectl create --raw"):
         assert command in text
@@ -392,7 +385,7 @@ def test_notes_say_what_to_do_first(helm: Helm) -> None:
 
 
 def test_notes_of_a_namespaced_install(helm: Helm) -> None:
-    text = notes(helm, values={"watchNamespaces": ["team-a", "team-b"], "clusterDomain": "example.org"})
+    text = helm.notes({"watchNamespaces": ["team-a", "team-b"], "clusterDomain": "example.org"})
     assert "the namespaces team-a, team-b" in text
     assert "kubectl apply -n team-a" in text
     assert "http://smollm2.team-a.svc.example.org/v1" in text
@@ -402,14 +395,14 @@ def test_notes_manifest_is_valid(helm: Helm) -> None:
     """The manifest in the notes is one that the operator takes."""
     from kvern_operator.api.load import parse_service
 
-    manifest = re.search(r"<<END\n(.*?)\nEND", notes(helm), re.DOTALL)
+    manifest = re.search(r"<<END\n(.*?)\nEND", helm.notes(), re.DOTALL)
     assert manifest is not None
     document = yaml.safe_load(manifest.group(1))
     assert parse_service(document).spec.resources.gpus_per_pod == 0
 
 
 def test_notes_of_the_resource(helm: Helm) -> None:
-    text = notes(helm, "kvern-crds")
+    text = helm.notes(chart="kvern-crds")
     assert "kubectl explain infs.spec" in text
     assert "kubectl delete crd" in text
-    assert "kubectl delete crd" not in notes(helm, "kvern-crds", {"keep": False})
+    assert "kubectl delete crd" not in helm.notes({"keep": False}, chart="kvern-crds")
