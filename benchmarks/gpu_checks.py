@@ -14,6 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+CASES = ("triton", "fp8", "sampling")
 TIMELINES = ["decode_32", "decode_1", "decode_256", "ctx4k_32", "prefill_8k", "sharegpt_1000"]
 
 
@@ -25,7 +26,8 @@ def stages(a):
     pytest = [sys.executable, "-m", "pytest", "-q", "-x" if a.first_failure else "-q", "-p", "no:cacheprovider"]
     return {
         "tests": [*pytest, "--timeout=240", str(ROOT / "tests/gpu")],
-        "kernels": [*pytest, "--timeout=240", str(ROOT / "tests/kernels/sampling_cases.py")],
+        "kernels": [*pytest, "--timeout=240", *(str(ROOT / f"tests/kernels/{name}_cases.py") for name in CASES)],
+        "sanitizer": [sys.executable, str(HERE / "sanitizer.py"), "--out", str(a.out)],
         "gemm": [sys.executable, str(HERE / "kernels/gemm_layouts.py")],
         "table": [*bench, *([] if a.only is None else ["--only", *a.only]), "--timeline", *a.timeline],
         "timelines": [*bench, "--only", "--timeline", *a.timeline],
@@ -45,7 +47,7 @@ def run(name, command, limit, log):
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__)
-    ap.add_argument("stages", nargs="+", choices=["tests", "kernels", "gemm", "table", "timelines"])
+    ap.add_argument("stages", nargs="+", choices=["tests", "kernels", "sanitizer", "gemm", "table", "timelines"])
     ap.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     ap.add_argument("--precision", default="bf16")
     ap.add_argument("--engine-args", default="{}")

@@ -98,6 +98,8 @@ TIMELINES = {
     "decode_256": ("decode", 256, 128),
     "ctx4k_32": ("decode", 32, 4000),
     "prefill_8k": ("prompt", 1, 8000),
+    "prefill_1k_x64": ("prompt", 64, 1024),
+    "ctx4k_32_prompts": ("prompt", 8, 4000),
     "sharegpt_1000": ("mixed", 0, 0),
 }
 
@@ -114,7 +116,7 @@ def take_timelines(llm, names, engine, revision, out):
             if kind == "decode":
                 line = timeline.decode_timeline(llm, rows, n_in)
             elif kind == "prompt":
-                line = timeline.prompt_timeline(llm, n_in)
+                line = timeline.prompt_timeline(llm, n_in, rows)
             else:
                 line = timeline.mixed_timeline(llm, WORKLOADS[name]())
         except Exception:

@@ -17,13 +17,19 @@ from types import SimpleNamespace
 
 READ_TB_S = 4.39  # measured on an H200, see docs/performance-h200.md
 GROUPS = (  # the first pattern found in a kernel's name decides
-    ("attention", ("_decode_kernel", "_merge_kernel", "_prefill_kernel", "fmha", "flash", "cudnn", "_gather")),
+    (
+        "attention",
+        ("_decode_kernel", "decode_fp8", "_merge_kernel", "_prefill_kernel", "fmha", "flash", "cudnn", "_gather"),
+    ),
     ("norm", ("_rms_norm_kernel", "_norm_kernel")),
     ("rope + KV write", ("_rope_kernel",)),
     ("silu", ("_silu",)),
     ("sampling", ("_peaks_kernel", "_pick_kernel")),
     ("inputs", ("_decode_inputs_kernel", "index", "gather", "embedding", "Memcpy", "Memset")),
-    ("gemm", ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitK", "_linear", "cublas")),
+    (
+        "gemm",
+        ("gemm", "_product_kernel", "_split_kernel", "nvjet", "cutlass", "xmma", "gemv", "splitK", "_linear", "cublas"),
+    ),
 )
 
 
@@ -31,14 +37,16 @@ def group_of(name):
     return next((group for group, parts in GROUPS if any(part.lower() in name.lower() for part in parts)), "other")
 
 
-def floors(config, rows, context):
-    """Least microseconds a decode step of each group, by memory traffic at `rows` rows with `context` tokens each."""
+def floors(config, rows, context, fp8=False, fp8_kv=False):
+    """Least microseconds a decode step of each group, by memory traffic at `rows` rows with `context` tokens each. With
+    `fp8` weights take a byte (those of the head too, up to 64 rows), with `fp8_kv` K and V do."""
     hidden, layers = config.hidden_size, config.num_layers
     heads = config.num_heads + 2 * config.num_kv_heads
     layer = hidden * heads * config.head_dim + config.num_heads * config.head_dim * hidden
     layer += 3 * hidden * config.intermediate_size
-    weights = 2 * (layers * layer + config.vocab_size * hidden)
-    kv = 4 * layers * config.num_kv_heads * config.head_dim * context * rows
+    head = config.vocab_size * hidden * (1 if fp8 and rows <= 64 else 2)
+    weights = layers * layer * (1 if fp8 else 2) + head
+    kv = 2 * layers * config.num_kv_heads * config.head_dim * context * rows * (1 if fp8_kv else 2)
     per_us = READ_TB_S * 1e6
     return {"gemm": round(weights / per_us, 1), "attention": round(kv / per_us, 1)}
 
@@ -76,16 +84,20 @@ class Decoding:
 
 def host_and_step(run, steps=60):
     """Microseconds a step: wall time, and the loop's parts (schedule, submit, wait for the device, emit)."""
-    before, start = dict(run.core._seconds), time.perf_counter()
+    device = run.core.device_time
+    before, start, busy, idle = dict(run.core._seconds), time.perf_counter(), device.busy, device.idle
     for _ in range(steps):
         run.step()
     wall = time.perf_counter() - start
     parts = {name: round((value - before[name]) / steps * 1e6, 1) for name, value in run.core._seconds.items()}
-    return {"step_us": round(wall / steps * 1e6, 1), **parts}
+    busy, idle = device.busy - busy, device.idle - idle
+    # By the engine's own events, without the profiler's cost: what kvern:gpu_idle_fraction shows.
+    return {"step_us": round(wall / steps * 1e6, 1), **parts, "idle_metric": round(idle / max(busy + idle, 1e-9), 4)}
 
 
 def kernels(call, steps):
-    """[(name, launches a step, microseconds a step)], and microseconds a step the device was busy and idle."""
+    """[(name, launches a step, microseconds a step)], microseconds a step the device was busy and idle, and the longest
+    pauses as (microseconds since the first kernel, microseconds, the kernel that ended it)."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -102,15 +114,18 @@ def kernels(call, steps):
     ]
     spans.sort()
     total, count = defaultdict(float), defaultdict(int)
-    busy, end = 0.0, spans[0][0]
+    busy, end, pauses = 0.0, spans[0][0], []
     for start, duration, name in spans:
+        if start > end:
+            pauses.append((round(end - spans[0][0], 1), round(start - end, 1), name[:60]))
         total[name] += duration
         count[name] += 1
         busy += max(0.0, start + duration - max(start, end))
         end = max(end, start + duration)
     wall = end - spans[0][0]
     rows = sorted(((name, count[name] / steps, us / steps) for name, us in total.items()), key=lambda row: -row[2])
-    return rows, busy / steps, (wall - busy) / steps
+    pauses = sorted(pauses, key=lambda pause: -pause[1])[:8]
+    return rows, busy / steps, (wall - busy) / steps, sorted(pauses)
 
 
 def by_group(found):
@@ -126,6 +141,13 @@ def longest(found, count):
     return [(name[:90], round(launches, 1), round(us, 1)) for name, launches, us in found[:count]]
 
 
+def profile_lines(profile):
+    """The functions that took the host longest."""
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(18)
+    return [line.strip() for line in text.getvalue().splitlines() if line.strip()][2:26]
+
+
 def decode_timeline(llm, rows, n_in, steps=10):
     """One decode step with `rows` rows: see the module's docstring. A dict for a JSON line."""
     with Decoding(llm, rows, n_in, seed=rows) as run:
@@ -133,16 +155,13 @@ def decode_timeline(llm, rows, n_in, steps=10):
             run.step()
         host = host_and_step(run)
         try:
-            found, busy, idle = kernels(lambda: [run.step() for _ in range(steps)], steps)
+            found, busy, idle, _ = kernels(lambda: [run.step() for _ in range(steps)], steps)
         except Exception as error:  # no profiler here: the host's times are still worth having
             print(f"no kernel times: {error}")
             found, busy, idle = [], 0.0, 0.0
         context = n_in + min(run.counts.values())
         profile = cProfile.Profile()
         profile.runcall(lambda: [run.step() for _ in range(30)])
-    text = io.StringIO()
-    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(14)
-    lines = [line.strip() for line in text.getvalue().splitlines() if line.strip()]
     return {
         "timeline": "decode",
         "rows": rows,
@@ -152,9 +171,11 @@ def decode_timeline(llm, rows, n_in, steps=10):
         "idle_us": round(idle, 1),
         "idle_share": round(idle / max(busy + idle, 1e-9), 4),
         "groups": by_group(found),
-        "floors": floors(llm.model_config, rows, context),
+        "floors": floors(
+            llm.model_config, rows, context, bool(llm.config.quantization), llm.config.kv_cache_dtype != "auto"
+        ),
         "kernels": longest(found, 24),
-        "host_profile": lines[2:22],
+        "host_profile": profile_lines(profile),
     }
 
 
@@ -165,12 +186,14 @@ def prompt_timeline(llm, n_in, rows=1):
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     rng = random.Random(n_in)
     batches = [[{"prompt_token_ids": [rng.randrange(1000, 9000) for _ in range(n_in)]} for _ in range(rows)]
-               for _ in range(3)]  # fmt: skip
+               for _ in range(4)]  # fmt: skip
     llm.generate(batches[0], params, use_tqdm=False)
     start = time.perf_counter()
     llm.generate(batches[1], params, use_tqdm=False)
     wall = time.perf_counter() - start
-    found, busy, idle = kernels(lambda: llm.generate(batches[2], params, use_tqdm=False), 1)
+    found, busy, idle, pauses = kernels(lambda: llm.generate(batches[2], params, use_tqdm=False), 1)
+    profile = cProfile.Profile()
+    profile.runcall(lambda: llm.generate(batches[3], params, use_tqdm=False))
     return {
         "timeline": "prompt",
         "rows": rows,
@@ -178,6 +201,8 @@ def prompt_timeline(llm, n_in, rows=1):
         "s": round(wall, 4),
         "busy_us": round(busy, 1),
         "idle_us": round(idle, 1),
+        "pauses": pauses,
+        "host_profile": profile_lines(profile),
         "groups": by_group(found),
         "kernels": longest(found, 16),
     }
@@ -201,7 +226,7 @@ def mixed_timeline(llm, requests, skip=60, steps=40):
         before = llm.core.scheduler._step_tokens
         host = host_and_step(run, steps)
         tokens = (llm.core.scheduler._step_tokens - before) / steps
-        found, busy, idle = kernels(lambda: [core.step() for _ in range(steps)], steps)
+        found, busy, idle, _ = kernels(lambda: [core.step() for _ in range(steps)], steps)
     finally:
         core.abort(names)
         while not core.idle:

@@ -4,7 +4,7 @@
 
 Checks run first, in parallel processes (they also compile what the timings need); a failed check ends the run. Timings
 follow, most important first, until `--seconds` are over; what was left out is said. Results are JSON lines in
-OUT/kernels.jsonl, and a table on the standard output. Phases: check, headline, sweep, gemm, all.
+OUT/kernels.jsonl, and a table on the standard output. Phases: check, headline, sweep, contexts, gemm, fp8gemm, all.
 """
 
 import argparse
@@ -48,10 +48,18 @@ def cases_of(phase: str) -> list:
     import products
     import timing
 
-    return list({"headline": timing.headline, "sweep": timing.sweep, "gemm": products.sweep}[phase]())
+    return list(
+        {
+            "headline": timing.headline,
+            "sweep": timing.sweep,
+            "contexts": timing.contexts,
+            "gemm": products.sweep,
+            "fp8gemm": products.fp8_sweep,
+        }[phase]()
+    )
 
 
-TIMED = ("headline", "sweep", "gemm")
+TIMED = ("headline", "sweep", "contexts", "gemm", "fp8gemm")
 
 
 def compiled_cases(phases: set[str]) -> list:
@@ -127,7 +135,7 @@ def main() -> int:
     parser.add_argument("--shard", type=int)
     parser.add_argument("--seconds", type=float, default=200)
     options = parser.parse_args()
-    phases = set(options.phases.replace("all", "check,headline,sweep,gemm").split(","))
+    phases = set(options.phases.replace("all", "check,headline,sweep,gemm,fp8gemm").split(","))
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing to measure", file=sys.stderr)
         return 2

@@ -11,8 +11,14 @@ import torch
 import torch.nn.functional as F
 from timing import COPY_TB_S, DIM, DTYPE, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, Timing, copies, time_calls
 
-from kvern_kernels import activation_triton, norm_triton, rotary_triton
-from kvern_kernels.small_gemm_triton import ProductTiles, gated_linear, linear_parts
+from kvern_kernels import Fp8Weight, activation_triton, fp8_triton, norm_triton, rotary_triton
+from kvern_kernels.small_gemm_triton import (
+    ProductTiles,
+    fp8_gated_linear,
+    fp8_linear_parts,
+    gated_linear,
+    linear_parts,
+)
 
 QKV = (HEADS + 2 * KV_HEADS) * DIM
 SHAPES = {
@@ -59,6 +65,45 @@ def sweep() -> Iterator[Timing]:
                     yield product(shape, rows, ProductTiles(block_n, block_k, split, warps, stages))
 
 
+FP8_SPLITS = {"qkv": (2, 4), "o": (2, 4), "gate_up": (1,), "down": (4, 7)}
+FP8_TILES = ((64, 128, 4, 5), (64, 256, 4, 4), (32, 256, 4, 5), (128, 128, 8, 4))
+FP8_GATED_TILES = ((64, 128, 4, 4), (64, 256, 4, 3), (32, 256, 4, 4), (128, 128, 8, 3))
+
+
+def fp8_product(shape: str, rows: int, tiles: ProductTiles | None) -> Timing:
+    """As `product` with weights and rows in FP8; with cuBLAS gate_up is followed by SwiGLU and the quantization of its
+    rows, with `tiles` by the latter."""
+    columns, inner = SHAPES[shape]
+
+    def build() -> list[Callable[[], object]]:
+        sets = copies(1.0 * columns * inner)
+        one = torch.randn(columns, inner, dtype=DTYPE, device="cuda") * 0.02
+        weights = [Fp8Weight.quantize(one) for _ in range(sets)]
+        x = fp8_triton.quantize_rows(torch.randn(rows, inner, dtype=DTYPE, device="cuda"))
+        if tiles is None:
+            if shape == "gate_up":
+                return [lambda w=w: fp8_triton.silu_and_mul_fp8(fp8_triton.fp8_linear(x, w, DTYPE)) for w in weights]
+            return [lambda w=w: fp8_triton.fp8_linear(x, w, DTYPE) for w in weights]
+        if shape == "gate_up":
+            return [lambda w=w: fp8_triton.quantize_rows(fp8_gated_linear(x, w, DTYPE, tiles)) for w in weights]
+        return [lambda w=w: fp8_linear_parts(x, w, tiles) for w in weights]
+
+    config = {"rows": rows, "fp8": True}
+    if tiles:
+        config["tiles"] = [tiles.block_n, tiles.block_k, tiles.splits, tiles.num_warps, tiles.num_stages]
+    kernel = "cublas_fp8" if tiles is None else "product_fp8"
+    return Timing(kernel, shape, build, 1.0 * columns * inner, 2.0 * columns * inner * rows, config)
+
+
+def fp8_sweep() -> Iterator[Timing]:
+    for rows in (1, 32):
+        for shape, splits in FP8_SPLITS.items():
+            yield fp8_product(shape, rows, None)
+            for block_n, block_k, warps, stages in FP8_GATED_TILES if shape == "gate_up" else FP8_TILES:
+                for split in splits:
+                    yield fp8_product(shape, rows, ProductTiles(block_n, block_k, split, warps, stages))
+
+
 class Layers:
     """Weights and buffers of a few layers, more than the L2 holds."""
 
@@ -85,9 +130,8 @@ class Layers:
 
     def ours(self, w: dict, tiles: dict[str, ProductTiles]) -> torch.Tensor:
         parts = linear_parts(self.x, w["qkv"], tiles["qkv"])
-        rotary_triton.rope_and_cache_parts(
-            parts, HEADS, KV_HEADS, DTYPE, self.cos_sin, self.positions, self.kv, self.slots
-        )
+        q, k, v = parts.view(len(parts), -1, HEADS + 2 * KV_HEADS, DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=-2)
+        rotary_triton.rope_and_cache(q, k, v, self.cos_sin, self.positions, self.kv, self.slots, dtype=DTYPE)
         parts = linear_parts(self.attended, w["o"], tiles["o"])
         x, _ = norm_triton.add_rms_norm_parts(parts, self.residual, self.norm, 1e-5)
         parts = linear_parts(gated_linear(x, w["gate_up"], tiles["gate_up"]), w["down"], tiles["down"])

@@ -332,6 +332,22 @@ def sweep() -> Iterator[Timing]:
                 yield prefill(name, block_size, tiles)
 
 
+CONTEXT_TILES = [
+    DecodeTiles(*t)
+    for t in ((128, 4, 3), (128, 4, 2), (128, 8, 3), (64, 4, 3), (64, 4, 2), (64, 2, 3), (32, 4, 4), (32, 2, 4))
+]
+
+
+def contexts() -> Iterator[Timing]:
+    """Tiles and splits at 32 rows, from short to long contexts, and at one row."""
+    for rows, context, splits in (
+        (32, 216, (1, 2)), (32, 384, (1,)), (32, 1024, (1, 2)), (32, 4088, (2, 3, 4, 8)), (1, 216, (2,)),
+    ):  # fmt: skip
+        for split in splits:
+            for tiles in CONTEXT_TILES:
+                yield decode(f"b{rows} ctx{context}", [context] * rows, 16, split, tiles)
+
+
 SWEPT = [
     (1, 128), (1, 384), (1, 1024), (1, 4096), (1, 8192), (4, 384), (8, 384), (8, 4096), (16, 384), (16, 2048),
     (32, 384), (32, 1024), (32, 4096), (64, 384), (128, 384),

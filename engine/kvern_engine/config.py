@@ -69,7 +69,12 @@ class EngineConfig(BaseModel):
     kv_cache_memory_bytes: int | None = _flag(
         None, "Bytes for the KV cache, instead of what gpu_memory_utilization leaves.", "Memory", ge=1
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = _flag("auto", "Type of the KV cache; auto: that of the model.", "Memory")
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = _flag(
+        "auto",
+        "Type of the KV cache; fp8 (E4M3) holds twice as many tokens. auto: the model's, fp8 where its checkpoint says "
+        "so.",
+        "Memory",
+    )
     block_size: int = _flag(16, "Tokens a KV block holds.", "Memory", ge=1, le=256)
     num_gpu_blocks_override: int | None = _flag(
         None, "Number of KV blocks, whatever memory says (for tests).", "Memory", ge=1
@@ -124,7 +129,9 @@ class EngineConfig(BaseModel):
     batch_invariant: bool = _flag(False, "Results of a request do not depend on what runs beside it.", "Execution")
     seed: int = _flag(0, "Base of the seeds of requests that bring none.", "Execution")
     quantization: Literal["fp8", "fp8_per_tensor", "fp8_per_channel"] | None = _flag(
-        None, "Quantize weights while loading.", "Execution"
+        None,
+        "Quantize weights while loading, with one scale a matrix (fp8, fp8_per_tensor) or an output (fp8_per_channel).",
+        "Execution",
     )
     record_step_plans: str | None = _flag(
         None, "Write every StepPlan to this file (for replays and bug reports).", "Execution"

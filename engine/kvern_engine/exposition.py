@@ -73,6 +73,11 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("vllm:num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
     ("vllm:num_requests_waiting", "Requests waiting to be scheduled.", lambda s: s.num_waiting),
     ("vllm:kv_cache_usage_perc", "KV blocks neither free nor evictable (0..1).", lambda s: s.kv_cache_usage),
+    (
+        "kvern:gpu_idle_fraction",
+        "Share of the latest second of work that the device spent between steps, with none to run (0..1).",
+        lambda s: s.device_idle_fraction,
+    ),
     ("kvern:kv_waste_ratio", "Share of the slots in used blocks that hold no token (0..1).", lambda s: s.kv_waste),
 )
 _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
@@ -104,6 +109,11 @@ def _engine_families(view: PodView, model: str) -> Iterator[Metric]:
     seconds = CounterMetricFamily(
         "kvern:step_seconds", "Seconds spent, by phase of the loop.", labels=(*names, "phase")
     )
+    device = CounterMetricFamily(
+        "kvern:device_seconds",
+        "Seconds of work on the device: busy with steps, or idle between them.",
+        labels=(*names, "state"),
+    )
     age = GaugeMetricFamily("kvern:heartbeat_age_seconds", "Since the engine's last turn of its loop.", labels=names)
     up = GaugeMetricFamily("kvern:engine_up", "1 where the engine takes requests.", labels=names)
     now = time.monotonic()
@@ -115,9 +125,11 @@ def _engine_families(view: PodView, model: str) -> Iterator[Metric]:
             blocks.add_metric((*key, state), count)
         for phase in dict.fromkeys((*PHASES, *stats.step_seconds)):
             seconds.add_metric((*key, phase), stats.step_seconds.get(phase, 0.0))
+        for state in ("busy", "idle"):
+            device.add_metric((*key, state), stats.device_seconds.get(state, 0.0))
         age.add_metric(key, max(0.0, now - stats.heartbeat) if stats.heartbeat else 0.0)
         up.add_metric(key, 1.0 if e.state == "ready" else 0.0)
-    yield from (waiting, blocks, seconds, age, up)
+    yield from (waiting, blocks, seconds, device, age, up)
 
 
 def _pod_families(view: PodView, model: str, in_flight: int) -> Iterator[Metric]:

@@ -70,7 +70,7 @@ REFUSED_FLAGS: dict[str, str] = {
     "disable-custom-all-reduce": "comes with several devices; leave the flag out",
     "max-logprobs": "the limit is 20 logprobs a token; leave the flag out",
     "prefix-caching-hash-algo": "prefix hashes are always SHA-256; leave the flag out",
-    "calculate-kv-scales": f"{_NOT_YET}; leave the flag out",
+    "calculate-kv-scales": f"{_NOT_YET}: scales come from the checkpoint or are 1; leave the flag out",
     "task": f"only text generation is offered; embeddings {_ARE_NOT_YET}",
     "runner": f"only text generation is offered; embeddings {_ARE_NOT_YET}",
     "hf-overrides": "edit the model's config.json instead",
@@ -80,16 +80,17 @@ REFUSED_FLAGS: dict[str, str] = {
     "config": "a YAML file of flags is not read; use KVERN_* environment variables or `kvern up FILE`",
 }
 
-_METHODS = "awq", "gptq", "gptq_marlin", "awq_marlin", "bitsandbytes", "int8", "gguf", "compressed-tensors", "modelopt"
+_METHODS = "awq", "gptq", "gptq_marlin", "awq_marlin", "bitsandbytes", "int8", "gguf", "modelopt"
 
 # field -> value -> what to say about it, after the list of what is allowed.
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "quantization": {
         **{method: f"{method} {_NOT_YET}" for method in _METHODS},
         "gguf": "a GGUF file is recognized by itself: leave the flag out",
+        "compressed-tensors": "a checkpoint in FP8 is recognized by itself: leave the flag out",
     },
     "dtype": {"half": "use float16", "float": "use float32", "fp16": "use float16", "bf16": "use bfloat16"},
-    "kv_cache_dtype": {"fp8_e4m3": "fp8 is E4M3", "fp8_e5m2": "use fp8, which is E4M3"},
+    "kv_cache_dtype": {"fp8_e5m2": "use fp8, which is E4M3", "bfloat16": "use auto: it is the model's type"},
     "load_format": {"pt": "convert the weights to safetensors", "hf": "use auto"},
     "distributed_executor_backend": {"ray": "there is no Ray: use mp"},
 }

@@ -77,6 +77,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     heartbeat: float = 0.0  # time.monotonic() of the core's last turn of its loop
     step_seconds: dict[str, float] = {}  # phase -> seconds since start: schedule, submit, wait, emit
     iteration_tokens: list[int] = []  # tokens of each step since the last report
+    device_seconds: dict[str, float] = {}  # busy (with steps), idle (between steps, while there was work) since start
+    device_idle_fraction: float = 0.0  # of the latest second of work
 
 
 class Outputs(msgspec.Struct, array_like=True, frozen=True, tag=True):

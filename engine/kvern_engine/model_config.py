@@ -8,6 +8,18 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Fp8Checkpoint:
+    """A checkpoint whose linear layers come in FP8 (E4M3): each weight has a `weight_scale` beside it, one number or,
+    `per_channel`, one an output. `head`: the LM head too. `kv_scales`: attention layers bring `k_scale` and `v_scale`
+    for a KV cache in FP8.
+    """
+
+    per_channel: bool = False
+    head: bool = False
+    kv_scales: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shapes and constants of a decoder-only transformer. Sizes are counts; `rope_theta` is the base of RoPE
     (Su et al., arXiv 2104.09864); `rope_scaling` is the `rope_scaling` object of a config.json or None.
@@ -32,6 +44,7 @@ class ModelConfig:
     dtype: str = "float32"  # the checkpoint's own: float32 | float16 | bfloat16
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    fp8: Fp8Checkpoint | None = None  # None: the weights are not quantized
     extra: dict[str, Any] = field(default_factory=dict)  # what only one family knows, by its config.json name
 
     @property

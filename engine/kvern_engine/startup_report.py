@@ -23,6 +23,8 @@ _WORDS = {
     "profile": "trying a step",
     "graphs": "capturing graphs",
     "kv_cache": "laying out the KV cache",
+    "products": "choosing kernels",
+    "attention": "planning attention",
 }
 
 

@@ -6,13 +6,20 @@ block * block_size + offset. Importing this package does not import Triton.
 
 from .decode_inputs import DecodeInputs
 from .dispatch import (
+    add_linear,
     add_rms_norm,
     add_rms_norm_fp8,
     add_rms_norm_scaled,
+    fp8_gated_linear,
     fp8_linear,
+    fp8_linear_parts,
+    gated_linear,
     gather_decode_inputs,
+    int8_linear,
+    linear_parts,
     paged_attention,
     quantize_rows,
+    restore_rows,
     rms_norm,
     rms_norm_fp8,
     rope_and_cache,
@@ -21,24 +28,35 @@ from .dispatch import (
     silu_and_mul_fp8,
 )
 from .fp8 import Fp8Weight, ScaledRows
+from .int8 import MOST_ROWS as INT8_ROWS
+from .int8 import Int8Weight
 from .metadata import AttentionMetadata, DecodeWorkspace, DeviceRows
 from .sampling import SamplingTables
 
 __all__ = [
+    "INT8_ROWS",
     "AttentionMetadata",
     "DecodeInputs",
     "DecodeWorkspace",
     "DeviceRows",
     "Fp8Weight",
+    "Int8Weight",
     "SamplingTables",
     "ScaledRows",
+    "add_linear",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "add_rms_norm_scaled",
+    "fp8_gated_linear",
     "fp8_linear",
+    "fp8_linear_parts",
+    "gated_linear",
     "gather_decode_inputs",
+    "int8_linear",
+    "linear_parts",
     "paged_attention",
     "quantize_rows",
+    "restore_rows",
     "rms_norm",
     "rms_norm_fp8",
     "rope_and_cache",

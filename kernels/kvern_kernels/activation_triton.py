@@ -6,9 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch_triton import after_previous, early_launch
+
 
 @triton.jit
 def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < width
@@ -23,5 +26,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
         block = min(1024, triton.next_power_of_2(width))
-        _silu_and_mul_kernel[(rows, triton.cdiv(width, block))](x, out, x.stride(0), width, BLOCK=block, num_warps=4)
+        _silu_and_mul_kernel[(rows, triton.cdiv(width, block))](
+            x, out, x.stride(0), width, BLOCK=block, num_warps=4, **early_launch()
+        )
     return out

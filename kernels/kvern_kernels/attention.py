@@ -6,21 +6,25 @@
 import torch
 from torch import Tensor
 
+from .kv_cache import as_bytes, checked_scales
 from .metadata import AttentionMetadata
 
 
 def gather_context(kv: Tensor, blocks: Tensor, length: int) -> Tensor:
     """The first `length` tokens of the blocks: `kv` [2, Hkv, N, bs, D], `blocks` [n] -> [2, Hkv, length, D]."""
-    picked = kv.index_select(2, blocks)
+    picked = as_bytes(kv).index_select(2, blocks).view(kv.dtype)
     return picked.reshape(2, kv.shape[1], -1, kv.shape[-1])[:, :, :length]
 
 
-def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, kv_scales: Tensor | None = None
+) -> Tensor:
     """softmax(scale q K^T) V of each row's last tokens over its context, causal; float32 inside.
 
-    `q` [T, Hq, D]; `kv` [2, Hkv, N, bs, D]; query head h reads KV head h // (Hq / Hkv). Returns [T, Hq, D], q's dtype;
-    the tokens of rows with seq_len 0 are zero.
+    `q` [T, Hq, D]; `kv` [2, Hkv, N, bs, D]; query head h reads KV head h // (Hq / Hkv). `kv_scales` [2, Hkv]: of a
+    cache in FP8, see `kv_cache.py`. Returns [T, Hq, D], q's dtype; the tokens of rows with seq_len 0 are zero.
     """
+    kv_scales = checked_scales(kv, kv_scales)
     out = torch.zeros_like(q)
     heads, kv_heads = q.shape[1], kv.shape[1]
     query_lens, seq_lens = meta.lengths()
@@ -28,7 +32,10 @@ def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float
     for row, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
         if length > 0:
             blocks = meta.block_tables[row, : -(-length // kv.shape[3])].long()
-            keys, values = gather_context(kv, blocks, length).float().repeat_interleave(heads // kv_heads, dim=1)
+            context = gather_context(kv, blocks, length).float()
+            if kv_scales is not None:
+                context *= kv_scales[:, :, None, None]
+            keys, values = context.repeat_interleave(heads // kv_heads, dim=1)
             scores = torch.einsum("qhd,hkd->hqk", q[start : start + count].float(), keys) * scale
             ends = torch.arange(length - count, length, device=q.device)
             hidden = torch.arange(length, device=q.device)[None, :] > ends[:, None]

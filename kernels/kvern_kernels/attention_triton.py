@@ -12,24 +12,28 @@ from .metadata import AttentionMetadata
 from .prefill_attention_triton import prefill_attention
 
 
-def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, kv_scales: Tensor | None = None
+) -> Tensor:
     """As `attention.paged_attention`; the heads of a token must be contiguous in q. No host synchronization."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if meta.device_rows is not None:
         # Prompts get zeros from the first kernel where their token's number is a row's; the second one overwrites them.
-        decode_attention(q, kv, meta, scale, out, meta.num_rows, 1, seq_lens=meta.device_rows.decode_lens)
-        prefill_attention(q, kv, meta, scale, out, 0)
+        lens = meta.device_rows.decode_lens
+        decode_attention(q, kv, meta, scale, out, meta.num_rows, 1, seq_lens=lens, kv_scales=kv_scales)
+        prefill_attention(q, kv, meta, scale, out, 0, kv_scales=kv_scales)
         return out
     if meta.max_query_len <= MAX_QUERY_LEN:
-        decode_attention(q, kv, meta, scale, out, meta.num_rows, max(meta.max_query_len, 1))
+        decode_attention(q, kv, meta, scale, out, meta.num_rows, max(meta.max_query_len, 1), kv_scales=kv_scales)
         return out
-    decode_attention(q, kv, meta, scale, out, meta.num_decodes, 1)
+    decode_attention(q, kv, meta, scale, out, meta.num_decodes, 1, kv_scales=kv_scales)
     for part in _parts(q, meta):
         rows, first, end = part.meta, part.first_token, part.first_token + part.tokens
         if not part.padded:
-            prefill_attention(q, kv, rows, scale, out, 0, tokens_of_rows=part.tokens)
+            prefill_attention(q, kv, rows, scale, out, 0, tokens_of_rows=part.tokens, kv_scales=kv_scales)
             continue
-        keys, values = gather_contexts(kv, rows.block_tables, rows.seq_lens, 0, rows.num_rows, part.padded)
+        given = (rows.block_tables, rows.seq_lens, 0, rows.num_rows, part.padded, q.dtype, kv_scales)
+        keys, values = gather_contexts(kv, *given)
         prompts = vendor_attention.causal_attention(q[first:end], keys, values, scale, part.prefix)
         if part.tokens == q.shape[0]:
             return prompts.contiguous()

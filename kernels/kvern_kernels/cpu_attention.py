@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .cpu_plan import BatchCall, ExtendCall, PrefixCall, is_run, plan_step
+from .kv_cache import as_bytes, checked_scales, is_fp8
 from .metadata import AttentionMetadata
 
 # torch's fused CPU attention. Called directly because it returns the log-sum-exp, by which parts are merged.
@@ -31,18 +32,22 @@ class _Context:
     rows: int
     tokens: int
 
-    def read(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V as [rows, Hkv, tokens, D]. A gather is valid until the thread's next one."""
+    def read(self, kv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V as [rows, Hkv, tokens, D] in `dtype`. A gather is valid until the thread's next one."""
         _, heads, _, size, dim = kv.shape
         if self.blocks is None:
             strides = (kv.stride(0), 0, kv.stride(1), kv.stride(3), 1)
             offset = kv.storage_offset() + self.first * kv.stride(2)
             both = kv.as_strided((2, 1, heads, self.tokens, dim), strides, offset)
-            return both[0], both[1]
-        picked = _scratch_like(kv, 2 * heads * self.blocks.shape[0] * size * dim)
-        shape = (2, heads, self.blocks.shape[0], size, dim)
-        torch.index_select(kv, 2, self.blocks, out=picked.view(shape))
-        both = picked.view(2, heads, self.rows, -1, dim)[:, :, :, : self.tokens].transpose(1, 2)
+        else:
+            stored = as_bytes(kv)
+            picked = _scratch_like(stored, 2 * heads * self.blocks.shape[0] * size * dim)
+            shape = (2, heads, self.blocks.shape[0], size, dim)
+            torch.index_select(stored, 2, self.blocks, out=picked.view(shape))
+            whole = picked.view(kv.dtype).view(2, heads, self.rows, -1, dim)
+            both = whole[:, :, :, : self.tokens].transpose(1, 2)
+        if is_fp8(kv):
+            both = both.to(dtype)
         return both[0], both[1]
 
 
@@ -81,7 +86,7 @@ class _Decode:
 
     def run(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Output [rows, Hq, D] and log-sum-exp [rows, Hq] of the call's tokens."""
-        keys, values = self.context.read(kv)
+        keys, values = self.context.read(kv, q.dtype)
         picked = q[self.index]
         rows, heads, dim = picked.shape
         kv_heads = keys.shape[1]
@@ -116,7 +121,7 @@ class _Short:
 
     def run(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Output [tokens, Hq, D] and log-sum-exp [tokens, Hq] of the call's tokens."""
-        keys, values = self.context.read(kv)
+        keys, values = self.context.read(kv, q.dtype)
         rows, count, heads, dim = self.rows, self.count, q.shape[1], q.shape[2]
         kv_heads = keys.shape[1]
         group = heads // kv_heads
@@ -140,7 +145,7 @@ class _Extend:
 
     def run(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Output [count, Hq, D] and log-sum-exp [count, Hq]: the chunk itself causally, what was cached in full."""
-        keys, values = self.context.read(kv)
+        keys, values = self.context.read(kv, q.dtype)
         count, heads, dim = self.count, q.shape[1], q.shape[2]
         kv_heads = keys.shape[1]
         group = heads // kv_heads
@@ -179,7 +184,7 @@ class _Prefix:
 
     def run(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Output [tokens, Hq, D] and log-sum-exp [tokens, Hq] over the shared prefix alone."""
-        keys, values = self.context.read(kv)
+        keys, values = self.context.read(kv, q.dtype)
         picked = q[self.index]
         rows, heads, dim = picked.shape
         kv_heads = keys.shape[1]
@@ -229,10 +234,18 @@ class _Step:
         return out
 
 
-def paged_attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
-    """As `attention.paged_attention`, on CPU tensors of one dtype (float32, bfloat16 or float16), float32 inside."""
+def paged_attention(
+    q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, kv_scales: Tensor | None = None
+) -> Tensor:
+    """As `attention.paged_attention`, on CPU tensors of one dtype (float32, bfloat16 or float16; the cache may be in
+    FP8), float32 inside."""
     key = ("cpu", kv.shape[3], q.dtype)
-    step = meta.plan_cache.get(key)
+    step: _Step | None = meta.plan_cache.get(key)
     if step is None:
         step = meta.plan_cache[key] = _Step(meta, kv.shape[3], q.dtype)
-    return step.run(q, kv, scale)
+    kv_scales = checked_scales(kv, kv_scales)
+    if kv_scales is None:
+        return step.run(q, kv, scale)
+    # The scales of K and V belong to heads: to multiply q and the result by them is less work.
+    of_heads = kv_scales.repeat_interleave(q.shape[1] // kv.shape[1], dim=1).to(q.dtype).unsqueeze(-1)
+    return step.run(q * of_heads[0], kv, scale) * of_heads[1]

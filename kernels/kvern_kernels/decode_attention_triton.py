@@ -9,6 +9,7 @@ any lengths.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,22 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import split_kv
+from .decode_fp8_triton import decode_fp8_kernel
+from .kv_cache import checked_scales
+from .launch_triton import after_previous, early_launch
 from .metadata import AttentionMetadata, DecodeWorkspace
+from .paged_triton import LOG2E, kv_pointers, online_softmax, piece_of, store_stats
 
 MAX_QUERY_LEN = 8
-LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _kv_pointers(base, table_ptr, positions, inside, dims, D: tl.constexpr, BS: tl.constexpr, SCALAR: tl.constexpr):
-    """Pointers [len(positions), len(dims)] to the paged tokens at `positions`."""
-    if SCALAR:  # the tile lies in one block
-        first = tl.min(positions, axis=0)
-        block = tl.load(table_ptr + first // BS).to(tl.int64)
-        return base + block * (BS * D) + (positions % BS)[:, None] * D + dims[None, :]
-    else:
-        blocks = tl.load(table_ptr + positions // BS, mask=inside, other=0).to(tl.int64)
-        return base + (blocks * (BS * D) + (positions % BS) * D)[:, None] + dims[None, :]
 
 
 @triton.jit(do_not_specialize=["table_stride", "min_tiles"])
@@ -60,31 +52,24 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    after_previous()
     head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
     splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + row)
-    tiles = tl.cdiv(seq_len, BLOCK_N)
-    tiles_each = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
-    used = tl.maximum(tl.cdiv(tiles, tiles_each), 1)
+    used, begin, end = piece_of(seq_len, split, splits, min_tiles, BLOCK_N)
     if split >= used:
         return
-    if MAX_Q == 1:
-        first_token = row
-        query_len = 1
-    else:
-        first_token = tl.load(query_start_ptr + row)
-        query_len = tl.load(query_start_ptr + row + 1) - first_token
-    begin = split * tiles_each * BLOCK_N
-    end = tl.minimum(begin + tiles_each * BLOCK_N, seq_len)
+    first_token = row if MAX_Q == 1 else tl.load(query_start_ptr + row)
+    query_len = 1 if MAX_Q == 1 else tl.load(query_start_ptr + row + 1) - first_token
 
     tile_rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, D_BLOCK)
-    inside_m = tile_rows < query_len * GROUP
     inside_d = dims < D
+    inside = (tile_rows < query_len * GROUP)[:, None] & inside_d[None, :]
     q_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * q_stride + (head * GROUP + tile_rows % GROUP) * D
-    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=inside_m[:, None] & inside_d[None, :], other=0.0)
+    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=inside, other=0.0)
     visible = seq_len - query_len + tile_rows // GROUP  # the last position each tile row sees
 
     k_base = kv_ptr + head.to(tl.int64) * head_stride
@@ -96,7 +81,7 @@ def _decode_kernel(
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         inside_n = positions < end
-        offsets = _kv_pointers(0, row_table, positions, inside_n, dims, D, BS, BS % BLOCK_N == 0)
+        offsets = kv_pointers(0, row_table, positions, inside_n, dims, D, BS, BS % BLOCK_N == 0)
         mask = inside_n[:, None] & inside_d[None, :]
         k = tl.load(k_base + offsets, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
@@ -104,33 +89,22 @@ def _decode_kernel(
             scores = tl.where(inside_n[None, :], scores, float("-inf"))
         else:
             scores = tl.where(positions[None, :] <= tl.minimum(visible, end - 1)[:, None], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        # A tile row that sees nothing yet keeps -inf; subtracting it would give NaN.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(weights, axis=1)
+        weights, decay, top, total = online_softmax(scores, top, total)
         v = tl.load(v_base + offsets, mask=mask, other=0.0)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
 
     out_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * (KV_HEADS * GROUP * D)
     out_offsets += (head * GROUP + tile_rows % GROUP) * D
     if used == 1:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         target = out_ptr + out_offsets[:, None] + dims[None, :]
-        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=inside_m[:, None] & inside_d[None, :])
+        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=inside)
         return
 
-    owner = row.to(tl.int64) * KV_HEADS + head
-    piece = owner * splits + split
-    in_part = tile_rows < MAX_Q * GROUP
+    piece = (row.to(tl.int64) * KV_HEADS + head) * splits + split
     part = partial_ptr + piece * (MAX_Q * GROUP * D) + tile_rows[:, None] * D + dims[None, :]
-    tl.store(part, acc, mask=inside_m[:, None] & inside_d[None, :])
-    stats = stats_ptr + piece * (2 * MAX_Q * GROUP) + tile_rows
-    tl.store(stats, top, mask=in_part)
-    tl.store(stats + MAX_Q * GROUP, total, mask=in_part)
+    tl.store(part, acc, mask=inside)
+    store_stats(stats_ptr, piece, tile_rows, top, total, MAX_Q * GROUP)
 
 
 @triton.jit(do_not_specialize=["splits", "min_tiles"])
@@ -151,6 +125,7 @@ def _merge_kernel(
     SPLITS_BLOCK: tl.constexpr,
 ):
     """Merge one row's pieces for one query token and head by their maxima and sums; rows of one piece are done."""
+    after_previous()
     row = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.program_id(2)
@@ -192,12 +167,15 @@ class DecodeTiles:
 def choose_tiles(head_dim: int, element_size: int, rows: int, few: bool) -> DecodeTiles:
     """Tiles for `rows` tile rows (query tokens x heads of a group) of `head_dim` elements of `element_size` bytes.
 
-    `few`: at most two programs a multiprocessor run before splitting. Then tiles of 128 tokens are faster, fewer
-    iterations hide more latency (H200, 1 row of 384: 6.4 us against 7.4; 32 rows 18.0 against 18.7); with more, tiles
-    of 64 are (64 rows of 384: 29.7 us against 32.6; 128 rows 54.6 against 55.3).
+    `few`: at most one program a multiprocessor runs before splitting. Then tiles of 128 tokens are faster, fewer
+    iterations hide more latency (H200, 1 row of 216: 5.1 us against 6.0); with more, tiles of 64 are, of which two
+    programs fit a multiprocessor (32 rows of 384: 17.9 us against 18.6, of 4,088 131 against 134; 128 rows of 384 54.6
+    against 55.3).
     """
     if element_size > 2:
         return DecodeTiles(16, 8 if rows > 32 else 4, 2)
+    if element_size == 1:
+        return DecodeTiles(64, 8, 3) if rows > 32 else DecodeTiles(64 if head_dim > 128 else 128, 4, 2)
     if rows > 32:
         return DecodeTiles(32, 8, 3)
     if head_dim > 128:
@@ -233,6 +211,16 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
+def _kernel_for(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> tuple[Any, Tensor, list[Tensor], dict[str, Any]]:
+    """(kernel, the cache as it takes it, its further tensors, its further constants)."""
+    d_block = triton.next_power_of_2(q.shape[2])
+    if kv_scales is None:
+        constants = {"D_BLOCK": d_block, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
+        return _decode_kernel, kv, [], constants
+    words = max(16, d_block // 2)  # the least that a product can be made of
+    return decode_fp8_kernel, kv.view(torch.int16), [kv_scales], {"WORDS": words}
+
+
 def decode_attention(
     q: Tensor,
     kv: Tensor,
@@ -245,12 +233,13 @@ def decode_attention(
     min_tokens: int | None = None,
     tiles: DecodeTiles | None = None,
     seq_lens: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Attention of the first `rows` rows, each with at most `query_len` (<= 8) query tokens, into `out` [T, Hq, D].
 
     With `query_len` 1 row i's token is token i. `splits`, `min_tokens` (of a piece) and `tiles` default to the measured
-    choice; `seq_lens` [R] int32 stands in for that of `meta`. Raises ValueError where `query_len` is over 8 or the
-    given workspace is too small.
+    choice; `seq_lens` [R] int32 stands in for that of `meta`; `kv_scales` [2, Hkv] are those of a cache in FP8. Raises
+    ValueError where `query_len` is over 8 or the given workspace is too small.
     """
     if query_len > MAX_QUERY_LEN:
         raise ValueError(f"query_len must be at most {MAX_QUERY_LEN}, got {query_len}")
@@ -261,55 +250,73 @@ def decode_attention(
     kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = heads // kv_heads
     multiprocessors = sm_count(q.device)
-    few = rows * kv_heads <= 2 * multiprocessors
+    few = rows * kv_heads <= multiprocessors
     tiles = tiles or choose_tiles(dim, kv.element_size(), group * query_len, few)
     min_tokens = min_tokens or split_kv.min_split_tokens(rows * kv_heads, multiprocessors)
     splits = splits or meta.max_splits or split_kv.choose_splits(meta.max_seq_len, min_tokens)
     work = _workspace(meta, q, rows, splits, query_len)
-    d_block = triton.next_power_of_2(dim)
     min_tiles = split_kv.ceil_div(min_tokens, tiles.block_n)
-    _decode_kernel[(kv_heads, rows, splits)](
+    kernel, stored, extra, own = _kernel_for(q, kv, checked_scales(kv, kv_scales))
+    kernel[(kv_heads, rows, splits)](
         q,
-        kv,
+        stored,
         out,
         work.partial,
         work.stats,
         meta.block_tables,
         meta.query_start,
         seq_lens,
+        *extra,
         scale * LOG2E,
         q.stride(0),
-        kv.stride(0),
-        kv.stride(1),
+        stored.stride(0),
+        stored.stride(1),
         meta.block_tables.stride(0),
         min_tiles,
         KV_HEADS=kv_heads,
         GROUP=group,
         MAX_Q=query_len,
         D=dim,
-        D_BLOCK=d_block,
         BS=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(group * query_len)),
         BLOCK_N=tiles.block_n,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **own,
+        **early_launch(),
     )
     if splits > 1:
-        _merge_kernel[(rows, heads, query_len)](
-            out,
-            work.partial,
-            work.stats,
-            meta.query_start,
-            seq_lens,
-            splits,
-            min_tiles,
-            HEADS=heads,
-            GROUP=group,
-            MAX_Q=query_len,
-            D=dim,
-            D_BLOCK=d_block,
-            BLOCK_N=tiles.block_n,
-            SPLITS_BLOCK=triton.next_power_of_2(splits),
-            num_warps=4 if splits > 8 else 1,
-        )
+        _merge(out, work, meta, seq_lens, rows, group, query_len, splits, min_tiles, tiles.block_n)
+
+
+def _merge(
+    out: Tensor,
+    work: DecodeWorkspace,
+    meta: AttentionMetadata,
+    seq_lens: Tensor,
+    rows: int,
+    group: int,
+    query_len: int,
+    splits: int,
+    min_tiles: int,
+    block_n: int,
+) -> None:
+    heads, dim = out.shape[1], out.shape[2]
+    _merge_kernel[(rows, heads, query_len)](
+        out,
+        work.partial,
+        work.stats,
+        meta.query_start,
+        seq_lens,
+        splits,
+        min_tiles,
+        HEADS=heads,
+        GROUP=group,
+        MAX_Q=query_len,
+        D=dim,
+        D_BLOCK=triton.next_power_of_2(dim),
+        BLOCK_N=block_n,
+        SPLITS_BLOCK=triton.next_power_of_2(splits),
+        num_warps=4 if splits > 8 else 1,
+        **early_launch(),
+    )

@@ -1,9 +1,11 @@
-"""FP8 (E4M3) products with one scale a weight tensor and one scale a row of activations: torch reference.
+"""FP8 (E4M3) products with one scale a weight tensor or output channel and one scale a row of activations: torch
+reference.
 
 Rows are quantized by their own largest element where they are made (by the norm, by SwiGLU), so that a row's result
-does not depend on the rows beside it. The product itself takes only the weight's scale: `fp8_linear` returns rows that
-are still to be multiplied by their scales, and the operation that reads them does that. So the vendor's per-tensor
-kernels serve, which are 1.6 times faster than its row-wise ones at few rows. The Triton kernels are in `fp8_triton.py`.
+does not depend on the rows beside it. The product itself takes a single scale: `fp8_linear` returns rows that are still
+to be multiplied by their scales, and by those of their columns where each output channel has its own; the operation
+that reads them does that. So the vendor's per-tensor kernels serve both ways of scaling, which are 1.6 times faster
+than its row-wise ones at few rows. The Triton kernels are in `fp8_triton.py`.
 """
 
 from dataclasses import dataclass
@@ -20,37 +22,56 @@ TINY = 1e-12  # so that a row of zeros stays zeros
 
 @dataclass
 class ScaledRows:
-    """Row i is `values[i]` * `scales[i]`: `values` [T, K] in E4M3, or a wider product; `scales` [T] float32."""
+    """Row i is `values[i]` * `scales[i]` * `columns`: `values` [T, K] in E4M3, or a wider product; `scales` [T] and
+    `columns` [K] float32 (None: all 1)."""
 
     values: Tensor
     scales: Tensor
+    columns: Tensor | None = None
 
     def index_select(self, index: Tensor) -> "ScaledRows":
         """The rows at `index` [S] int64."""
-        return ScaledRows(self.values.index_select(0, index), self.scales.index_select(0, index))
+        return ScaledRows(self.values.index_select(0, index), self.scales.index_select(0, index), self.columns)
 
     def restore(self, dtype: torch.dtype) -> Tensor:
         """[T, K] in `dtype`, scaled."""
-        return (self.values.float() * self.scales.unsqueeze(1)).to(dtype)
+        wide = self.values.float() * self.scales.unsqueeze(1)
+        return (wide if self.columns is None else wide * self.columns).to(dtype)
 
 
 @dataclass
 class Fp8Weight:
-    """A weight: `values` [N, K] E4M3 times `scale` (float32, no dimensions)."""
+    """A weight: `values` [N, K] E4M3 times `scale` (float32, no dimensions), row n also times `columns[n]` ([N]
+    float32, at most 1, so that products by `scale` alone stay within 16 bits; None: all 1)."""
 
     values: Tensor
     scale: Tensor
+    columns: Tensor | None = None
 
     @classmethod
-    def quantize(cls, weight: Tensor) -> "Fp8Weight":
-        """`weight` [N, K] of any float type; 256 MB at a time need float32."""
-        scale = (weight.abs().amax().float() / FP8_MAX).clamp(min=TINY)
+    def quantize(cls, weight: Tensor, per_channel: bool = False) -> "Fp8Weight":
+        """`weight` [N, K] of any float type, by its largest element or by that of each row (output channel); 256 MB at
+        a time need float32."""
+        largest = weight.abs().amax(dim=1) if per_channel else weight.abs().amax().expand(weight.shape[0])
+        scales = (largest.float() / FP8_MAX).clamp(min=TINY)
         values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
         step = max(1, (1 << 26) // weight.shape[1])
         for first in range(0, weight.shape[0], step):
-            part = weight[first : first + step].float() / scale
+            part = weight[first : first + step].float() / scales[first : first + step, None]
             values[first : first + step] = part.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
-        return cls(values, scale)
+        return cls.of(values, scales)
+
+    @classmethod
+    def of(cls, values: Tensor, scales: Tensor) -> "Fp8Weight":
+        """From `values` [N, K] in E4M3 and the scale of each row, `scales` [N] float32."""
+        scale = scales.amax()
+        same = bool((scales == scale).all())
+        return cls(values, scale, None if same else scales / scale)
+
+    def restore(self) -> Tensor:
+        """[N, K] float32."""
+        wide = self.values.float() * self.scale
+        return wide if self.columns is None else wide * self.columns.unsqueeze(1)
 
 
 def quantize_rows(x: Tensor) -> ScaledRows:
@@ -58,6 +79,11 @@ def quantize_rows(x: Tensor) -> ScaledRows:
     wide = x.float()
     scales = (wide.abs().amax(dim=-1) / FP8_MAX).clamp(min=TINY)
     return ScaledRows((wide / scales.unsqueeze(1)).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales)
+
+
+def restore_rows(x: ScaledRows, dtype: torch.dtype) -> Tensor:
+    """`x` [T, K] in `dtype`, multiplied by its scales."""
+    return x.restore(dtype)
 
 
 def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> ScaledRows:
@@ -85,6 +111,7 @@ def silu_and_mul_fp8(x: ScaledRows) -> ScaledRows:
 
 
 def fp8_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRows:
-    """The product of `x` [T, K] with `weight` [N, K] transposed, its values in `dtype`: [T, N] with the scales of x."""
+    """The product of `x` [T, K] with `weight` [N, K] transposed, its values in `dtype`: [T, N] with the scales of x and
+    of the weight's rows."""
     product = x.values.float() @ weight.values.float().t() * weight.scale
-    return ScaledRows(product.to(dtype), x.scales)
+    return ScaledRows(product.to(dtype), x.scales, weight.columns)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch_triton import after_previous, early_launch
+
 
 @triton.jit
 def load_parts(pointers, mask, part_stride, PARTS: tl.constexpr, DTYPE: tl.constexpr):
@@ -34,6 +36,7 @@ def _rms_norm_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < width
@@ -71,6 +74,7 @@ def _launch(parts: Tensor, residual: Tensor | None, weight: Tensor, eps: float) 
             PARTS=count,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
+            **early_launch(),
         )
     return out
 

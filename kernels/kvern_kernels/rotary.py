@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kv_cache import as_bytes, checked_scales, quantize
 from .norm import rms_norm
 
 
@@ -41,8 +42,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(wide * cos, swapped, sin).to(x.dtype)
 
 
-def _write(part: Tensor, arena: Tensor, rows: _Rows) -> None:
-    """Write `part` [T, Hkv, D] to `arena` [Hkv, N, bs, D] at the rows' slots."""
+def _write(part: Tensor, arena: Tensor, rows: _Rows, scales: Tensor | None) -> None:
+    """Write `part` [T, Hkv, D] to `arena` [Hkv, N, bs, D] at the rows' slots; `scales` [Hkv] of an arena in FP8."""
+    if scales is not None:
+        part, arena = as_bytes(quantize(part, scales)), as_bytes(arena)
     heads, _, _, dim = arena.shape
     if rows.slot is not None:
         if rows.slot >= 0:
@@ -60,6 +63,20 @@ def _adjacent(q: Tensor, k: Tensor) -> bool:
     return q.stride() == k.stride() and q.stride(2) == 1 and gap == q.shape[1] * q.stride(1) * q.element_size()
 
 
+def _scaled(parts: tuple[Tensor, ...], scales: Tensor, columns: Tensor | None) -> list[Tensor]:
+    """The `parts` [T, H, D] of a projection times the `scales` of their rows and the `columns` of their outputs."""
+    found: list[Tensor] = []
+    at = 0
+    for part in parts:
+        wide = part.float() * scales.view(-1, 1, 1)
+        width = part.shape[1] * part.shape[2]
+        if columns is not None:
+            wide *= columns[at : at + width].view(part.shape[1:])
+        at += width
+        found.append(wide.to(part.dtype))
+    return found
+
+
 def rope_and_cache(
     q: Tensor,
     k: Tensor,
@@ -73,17 +90,21 @@ def rope_and_cache(
     eps: float = 1e-6,
     cache: dict[Any, Any] | None = None,
     scales: Tensor | None = None,
+    columns: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate q and k at `positions`, write k and v to the cache, return q rotated.
 
     Shapes: `q` [T, Hq, D], `k` and `v` [T, Hkv, D] (strided views are fine), `cos_sin` [max_pos, D] float32 (cos of the
     D/2 frequencies, then sin), `positions` [T] int64, `kv` [2, Hkv, N, bs, D], `slots` [T] int64 (-1: write nothing).
     `q_norm` and `k_norm` [D]: RMSNorm weights applied a head before the rotation (Qwen3). Returns [T, Hq, D] in q's
-    dtype. `scales` [T] float32: q, k and v are still to be multiplied by them. `cache`, a step's
+    dtype. `scales` [T] and `columns` [(Hq + 2 Hkv) D] float32: q, k and v are still to be multiplied by them
+    (`ScaledRows`). `kv_scales` [2, Hkv]: of a cache in FP8, see `kv_cache.py`. `cache`, a step's
     `AttentionMetadata.plan_cache`, lets a step's layers share what depends on the positions and slots alone.
     """
+    kv_scales = checked_scales(kv, kv_scales)
     if scales is not None:
-        q, k, v = ((part.float() * scales.view(-1, 1, 1)).to(part.dtype) for part in (q, k, v))
+        q, k, v = _scaled((q, k, v), scales, columns)
     key = ("rotary", cos_sin.data_ptr())
     rows = cache.get(key) if cache is not None else None
     if rows is None:
@@ -100,6 +121,7 @@ def rope_and_cache(
     else:
         both = torch.cat((q, k), dim=1)
     rotated = rotate(both, rows.cos, rows.sin)
-    _write(rotated[:, heads:], kv[0], rows)
-    _write(v, kv[1], rows)
+    of_keys, of_values = (None, None) if kv_scales is None else kv_scales.unbind(0)
+    _write(rotated[:, heads:], kv[0], rows, of_keys)
+    _write(v, kv[1], rows, of_values)
     return rotated[:, :heads]

@@ -10,7 +10,60 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kv_cache import checked_scales
+from .launch_triton import after_previous, early_launch
 from .norm_triton import load_parts
+from .vendor_attention import empty_queries
+
+
+@triton.jit
+def _half_heads(
+    pointers,
+    columns,
+    inside,
+    row_scale,
+    part_stride,
+    SCALED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """One half of some heads of a token, float32, times the scale of its row and those of its `columns`."""
+    values = load_parts(pointers, inside, part_stride, PARTS, DTYPE)
+    if SCALED:
+        values = values * row_scale
+    if COLUMNS:
+        values = values * tl.load(columns, mask=inside, other=0.0)
+    return values
+
+
+@triton.jit
+def _halves(
+    pointers,
+    columns,
+    inside,
+    row_scale,
+    part_stride,
+    SCALED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HALF: tl.constexpr,
+    PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Both halves, see `_half_heads`."""
+    first = _half_heads(pointers, columns, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, DTYPE)
+    pointers, columns = pointers + HALF, columns + HALF
+    second = _half_heads(pointers, columns, inside, row_scale, part_stride, SCALED, COLUMNS, PARTS, DTYPE)
+    return first, second
+
+
+@triton.jit
+def _stored(values, scales, DTYPE: tl.constexpr, QUANTIZE: tl.constexpr, CACHE_DTYPE: tl.constexpr):
+    """What the cache takes of `values` [heads, dims]: rounded to DTYPE, and to E4M3 by the heads' `scales`."""
+    if QUANTIZE:
+        quotient = values.to(DTYPE).to(tl.float32) / scales[:, None]
+        values = tl.minimum(tl.maximum(quotient, -448.0), 448.0)
+    return values.to(CACHE_DTYPE)
 
 
 @triton.jit(do_not_specialize=["part_stride"])
@@ -26,6 +79,8 @@ def _rope_kernel(
     q_norm_ptr,
     k_norm_ptr,
     scales_ptr,
+    columns_ptr,
+    kv_scales_ptr,
     q_stride,
     k_stride,
     v_stride,
@@ -34,6 +89,8 @@ def _rope_kernel(
     part_stride,
     eps,
     SCALED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    QUANTIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -43,39 +100,26 @@ def _rope_kernel(
     K_NORM: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     q_pieces: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     kv_pieces: tl.constexpr = (KV_HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     dims = tl.arange(0, HALF_BLOCK)
     dtype = out_ptr.dtype.element_ty
-    row_scale = 1.0
-    if SCALED:
-        row_scale = tl.load(scales_ptr + token)
+    row_scale = tl.load(scales_ptr + token) if SCALED else 1.0
     if piece < q_pieces:
         heads = piece * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         inside = (heads < HEADS)[:, None] & (dims < HALF)[None, :]
         where = heads[:, None] * (2 * HALF) + dims[None, :]
-        first = load_parts(q_ptr + token * q_stride + where, inside, part_stride, PARTS, dtype)
-        second = load_parts(q_ptr + token * q_stride + where + HALF, inside, part_stride, PARTS, dtype)
-        if SCALED:
-            first, second = first * row_scale, second * row_scale
+        source, of = q_ptr + token * q_stride + where, columns_ptr + where
+        first, second = _halves(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, HALF, PARTS, dtype)
         first, second = _rotated(
-            first,
-            second,
-            token,
-            dims,
-            cos_sin_ptr,
-            positions_ptr,
-            q_norm_ptr,
-            eps,
-            HALF,
-            Q_NORM,
-            dtype,
+            first, second, token, dims, cos_sin_ptr, positions_ptr, q_norm_ptr, eps, HALF, Q_NORM, dtype
         )
         target = out_ptr + token * (HEADS * 2 * HALF) + where
-        tl.store(target, first.to(out_ptr.dtype.element_ty), mask=inside)
-        tl.store(target + HALF, second.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(target, first.to(dtype), mask=inside)
+        tl.store(target + HALF, second.to(dtype), mask=inside)
     else:
         slot = tl.load(slots_ptr + token)
         is_key = piece < q_pieces + kv_pieces
@@ -83,35 +127,25 @@ def _rope_kernel(
         heads = number * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         inside = (heads < KV_HEADS)[:, None] & (dims < HALF)[None, :]
         where = heads[:, None] * (2 * HALF) + dims[None, :]
-        target = kv_ptr + heads[:, None].to(tl.int64) * head_stride + slot * (2 * HALF) + dims[None, :]
+        cell = kv_ptr + heads[:, None].to(tl.int64) * head_stride + slot * (2 * HALF) + dims[None, :]
         written = inside & (slot >= 0)
+        cache_dtype = kv_ptr.dtype.element_ty
+        kv_scales = heads
+        if QUANTIZE:
+            place = tl.where(is_key, heads, heads + KV_HEADS)
+            kv_scales = tl.load(kv_scales_ptr + place, mask=heads < KV_HEADS, other=1.0)
         if is_key:
-            first = load_parts(k_ptr + token * k_stride + where, inside, part_stride, PARTS, dtype)
-            second = load_parts(k_ptr + token * k_stride + where + HALF, inside, part_stride, PARTS, dtype)
-            if SCALED:
-                first, second = first * row_scale, second * row_scale
+            source, of = k_ptr + token * k_stride + where, columns_ptr + HEADS * 2 * HALF + where
+            first, second = _halves(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, HALF, PARTS, dtype)
             first, second = _rotated(
-                first,
-                second,
-                token,
-                dims,
-                cos_sin_ptr,
-                positions_ptr,
-                k_norm_ptr,
-                eps,
-                HALF,
-                K_NORM,
-                dtype,
+                first, second, token, dims, cos_sin_ptr, positions_ptr, k_norm_ptr, eps, HALF, K_NORM, dtype
             )
-            tl.store(target, first.to(kv_ptr.dtype.element_ty), mask=written)
-            tl.store(target + HALF, second.to(kv_ptr.dtype.element_ty), mask=written)
         else:
-            low_half = load_parts(v_ptr + token * v_stride + where, inside, part_stride, PARTS, dtype)
-            high_half = load_parts(v_ptr + token * v_stride + where + HALF, inside, part_stride, PARTS, dtype)
-            if SCALED:
-                low_half, high_half = low_half * row_scale, high_half * row_scale
-            tl.store(target + kv_stride, low_half.to(kv_ptr.dtype.element_ty), mask=written)
-            tl.store(target + kv_stride + HALF, high_half.to(kv_ptr.dtype.element_ty), mask=written)
+            source, of = v_ptr + token * v_stride + where, columns_ptr + (HEADS + KV_HEADS) * 2 * HALF + where
+            first, second = _halves(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, HALF, PARTS, dtype)
+            cell += kv_stride
+        tl.store(cell, _stored(first, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
+        tl.store(cell + HALF, _stored(second, kv_scales, dtype, QUANTIZE, cache_dtype), mask=written)
 
 
 @triton.jit
@@ -154,34 +188,21 @@ def rope_and_cache(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     scales: Tensor | None = None,
+    columns: Tensor | None = None,
+    kv_scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `rotary.rope_and_cache`; the heads of a token must be contiguous in q, k and v, tokens may be strided."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(out, q, k, v, 1, 0, cos_sin, positions, kv, slots, q_norm, k_norm, eps, scales)
-    return out
+    """As `rotary.rope_and_cache`; the heads of a token must be contiguous in q, k and v, tokens may be strided.
 
-
-def rope_and_cache_parts(
-    parts: Tensor,
-    heads: int,
-    kv_heads: int,
-    dtype: torch.dtype,
-    cos_sin: Tensor,
-    positions: Tensor,
-    kv: Tensor,
-    slots: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
-    """`rope_and_cache` of a merged projection in parts: the sum of `parts` [P, T, (Hq + 2 Hkv) D] float32, rounded to
-    `dtype`, is q | k | v. Returns q rotated [T, Hq, D] of `dtype`.
+    q, k and v may come in parts, [P, T, H, D] float32, whose sums rounded to `dtype` are meant.
     """
-    count, tokens, width = parts.shape
-    split = parts[0].view(tokens, heads + 2 * kv_heads, width // (heads + 2 * kv_heads))
-    q, k, v = split.split((heads, kv_heads, kv_heads), dim=1)
-    out = torch.empty(q.shape, dtype=dtype, device=parts.device)
-    _launch(out, q, k, v, count, parts.stride(0), cos_sin, positions, kv, slots, q_norm, k_norm, eps)
+    parts, part_stride = 1, 0
+    if q.dim() == 4:
+        parts, part_stride = q.shape[0], q.stride(0)
+        q, k, v = q[0], k[0], v[0]
+    out = empty_queries(q.shape, dtype or q.dtype, q.device)
+    given = (scales, columns, kv_scales)
+    _launch(out, q, k, v, parts, part_stride, cos_sin, positions, kv, slots, q_norm, k_norm, eps, *given)
     return out
 
 
@@ -200,8 +221,11 @@ def _launch(
     k_norm: Tensor | None,
     eps: float,
     scales: Tensor | None = None,
+    columns: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     tokens, heads, dim = q.shape
+    kv_scales = checked_scales(kv, kv_scales)
     kv_heads = k.shape[1]
     if tokens:
         head_block = min(8, triton.next_power_of_2(kv_heads))
@@ -218,6 +242,8 @@ def _launch(
             q if q_norm is None else q_norm,
             k if k_norm is None else k_norm,
             q if scales is None else scales,
+            q if columns is None else columns,
+            q if kv_scales is None else kv_scales,
             q.stride(0),
             k.stride(0),
             v.stride(0),
@@ -226,6 +252,8 @@ def _launch(
             part_stride,
             eps,
             SCALED=scales is not None,
+            COLUMNS=columns is not None,
+            QUANTIZE=kv_scales is not None,
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=dim // 2,
@@ -235,4 +263,5 @@ def _launch(
             K_NORM=k_norm is not None,
             PARTS=parts,
             num_warps=2,
+            **early_launch(),
         )

@@ -137,11 +137,14 @@ def logits_of(worker: Worker, ids: list[int], cut: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_logits_are_those_of_the_cpu(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [("float32", "auto"), ("bfloat16", "auto"), ("float16", "auto"), ("bfloat16", "fp8")]
+)
+def test_logits_are_those_of_the_cpu(tmp_path: Path, dtype: str, cache: str) -> None:
     """Dummy weights differ between devices: the CPU's are copied."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     common = {"load_format": "dummy", "num_gpu_blocks_override": 128, "max_num_seqs": 4, "max_num_batched_tokens": 2048}
+    common["kv_cache_dtype"] = cache
     ids = torch.randint(10, 30000, (700,), generator=torch.Generator().manual_seed(1)).tolist()
     gpu = Worker(EngineConfig(model=str(tmp_path), device="cuda", dtype=dtype, enforce_eager=True, **common))
     gpu.load()
@@ -163,17 +166,19 @@ def test_logits_are_those_of_the_cpu(tmp_path: Path, dtype: str) -> None:
     assert error < {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}[dtype]
 
 
-def test_fp8_logits_and_graphs(tmp_path: Path) -> None:
-    """FP8 weights: near the logits of 16 bits, and graphs give what eager steps give."""
+@pytest.mark.parametrize(
+    "fp8",
+    [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8"}],
+    ids=["weights", "cache", "both"],
+)
+def test_fp8_logits_and_graphs(tmp_path: Path, fp8: dict[str, Any]) -> None:
+    """FP8 weights and cache: near the logits of 16 bits, and graphs give what eager steps give."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     common = {"load_format": "dummy", "num_gpu_blocks_override": 128, "max_num_seqs": 8, "max_num_batched_tokens": 2048}
     ids = torch.randint(10, 30000, (700,), generator=torch.Generator().manual_seed(1)).tolist()
     found = []
-    for quantization in (None, "fp8"):
-        config = EngineConfig(
-            model=str(tmp_path), device="cuda", quantization=quantization, enforce_eager=True, **common
-        )
-        worker = Worker(config)
+    for changes in ({}, fp8):
+        worker = Worker(EngineConfig(model=str(tmp_path), device="cuda", enforce_eager=True, **common, **changes))
         worker.load()
         found.append(logits_of(worker, ids, 300)[: len(ids)])
     error = float((found[1] - found[0]).norm() / found[0].norm())
@@ -182,8 +187,9 @@ def test_fp8_logits_and_graphs(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False)
     answers = []
     for eager in (True, False):
-        with LLM(str(tmp_path), device="cuda", quantization="fp8", enforce_eager=eager, **common) as llm:
+        with LLM(str(tmp_path), device="cuda", enforce_eager=eager, **common, **fp8) as llm:
             answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
+            assert llm.core.stats().device_seconds["busy"] > 0 <= llm.core.stats().device_idle_fraction < 1
     # Padded batches run other products, whose sums round differently: most tokens are the same.
     pairs = [(a, b) for one, two in zip(*answers, strict=True) for a, b in zip(one, two, strict=True)]
     assert sum(a == b for a, b in pairs) > 0.5 * len(pairs)

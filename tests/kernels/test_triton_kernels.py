@@ -13,6 +13,11 @@ def test_triton_kernels_match_their_references(passed_cases: Callable[[str], int
     assert passed_cases("triton_cases.py") >= 60
 
 
+@pytest.mark.timeout(600)
+def test_fp8_kernels_match_their_references(passed_cases: Callable[[str], int]):
+    assert passed_cases("fp8_cases.py") >= 30
+
+
 def test_the_cpu_path_does_not_import_triton():
     code = (
         "import sys, torch, kvern_kernels as k; k.rms_norm(torch.ones(1, 8), torch.ones(8), 1e-5); "

@@ -362,7 +362,8 @@ def test_long_prompts_go_to_the_vendor(monkeypatch, query_lens, seq_lens, expect
     ("arguments", "tokens"),
     [
         ((8192, 8192, 128, 2), 8192),
-        ((5000, 5000, 64, 2), 5120),
+        ((5000, 5000, 64, 2), 5056),
+        ((4000, 4000, 64, 2), 4096),
         ((1023, 1023, 128, 2), 0),
         ((4096, 8192, 128, 2), 8192),  # a cached prefix, not longer than the rest
         ((4095, 8192, 128, 2), 0),
@@ -413,21 +414,72 @@ def test_parts_are_added_by_what_follows(count):
     kv = torch.zeros(2, kv_heads, 2, 4, dim, dtype=dtype, device=DEVICE)
     expected_kv = kv.clone()
     expected = rotary.rope_and_cache(q, k, v, cos_sin, positions, expected_kv, slots)
-    close(rotary_triton.rope_and_cache_parts(parts, heads, kv_heads, dtype, cos_sin, positions, kv, slots), expected)
+    q, k, v = parts.view(count, 3, -1, dim).split((heads, kv_heads, kv_heads), dim=-2)
+    close(rotary_triton.rope_and_cache(q, k, v, cos_sin, positions, kv, slots, dtype=dtype), expected)
     close(kv, expected_kv)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "inner", "gated", "expected"),
+    [
+        (1, 6144, 4096, False, (64, 128, 2, 4, 4)),
+        (32, 4096, 4096, False, (64, 128, 4, 4, 4)),
+        (16, 14336, 4096, True, (64, 128, 1, 4, 3)),
+        (32, 14336, 4096, True, (128, 64, 1, 8, 4)),
+        (64, 14336, 4096, True, (64, 64, 1, 4, 4)),
+        (8, 64, 576, False, (64, 128, 8, 4, 4)),  # never more than 8 parts
+        (33, 4096, 14336, False, (64, 128, 2, 4, 4)),
+        (33, 4096, 4096, False, None),
+        (65, 4096, 14336, False, None),
+        (65, 14336, 4096, True, None),
+    ],
+)
+def test_which_products_are_ours(rows, columns, inner, gated, expected):
+    tiles = small_gemm_triton.choose_tiles(rows, columns, inner, gated, 132)
+    assert tiles == (expected and small_gemm_triton.ProductTiles(*expected))
 
 
 @pytest.mark.parametrize(
     ("rows", "columns", "gated", "expected"),
     [
-        (1, 6144, False, (64, 128, 2, 4, 4)),
-        (32, 4096, False, (64, 128, 4, 4, 4)),
-        (16, 14336, True, (64, 128, 1, 4, 3)),
-        (32, 14336, True, (128, 64, 1, 8, 4)),
-        (8, 64, False, (64, 128, 8, 4, 4)),  # never more than 8 parts
+        (1, 6144, False, (64, 128, 2, 4, 5)),
+        (32, 4096, False, (64, 128, 4, 4, 5)),
+        (32, 14336, True, (64, 128, 1, 4, 4)),
         (33, 4096, False, None),
     ],
 )
-def test_which_products_are_ours(rows, columns, gated, expected):
-    tiles = small_gemm_triton.choose_tiles(rows, columns, gated, 132)
+def test_which_fp8_products_are_ours(rows, columns, gated, expected):
+    tiles = small_gemm_triton.choose_fp8_tiles(rows, columns, gated, 132)
     assert tiles == (expected and small_gemm_triton.ProductTiles(*expected))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply FP8 matrices")
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(("rows", "inner"), [(1, 256), (13, 4096), (32, 320)])
+def test_small_fp8_products(rows, inner, per_channel):
+    torch.manual_seed(rows)
+    x = fp8.quantize_rows(torch.randn(rows, inner, dtype=torch.bfloat16, device=DEVICE))
+    weight = fp8.Fp8Weight.quantize(torch.randn(192, inner, device=DEVICE) * 0.1, per_channel)
+    tiles = small_gemm_triton.tiles_for(x.values, 192, False)
+    got = small_gemm_triton.fp8_linear_parts(x, weight, tiles)
+    summed = ScaledRows(got.values.sum(0), got.scales, got.columns).restore(torch.float32)
+    expected = x.restore(torch.float32) @ weight.restore().T
+    assert float((summed - expected).norm() / expected.norm()) < 1e-2
+    tiles = small_gemm_triton.tiles_for(x.values, 96, True)
+    gated = small_gemm_triton.fp8_gated_linear(x, weight, torch.bfloat16, tiles)
+    expected = activation.silu_and_mul(expected)
+    assert float((gated.float() - expected).norm() / expected.norm()) < 2e-2
+
+
+def test_fp8_rows_in_parts():
+    """The norm adds up the parts of a product before it scales them."""
+    torch.manual_seed(3)
+    parts, scales = torch.randn(3, 4, 64, device=DEVICE), torch.rand(4, device=DEVICE) + 0.5
+    columns = torch.rand(64, device=DEVICE)
+    residual = torch.randn(4, 64, dtype=torch.float16, device=DEVICE)
+    weight = torch.randn(64, dtype=torch.float16, device=DEVICE)
+    whole = ScaledRows(parts.sum(0), scales, columns)
+    expected, expected_sum = fp8.add_rms_norm_fp8(whole, residual.clone(), weight, 1e-5)
+    got, got_sum = fp8_triton.add_rms_norm_fp8(ScaledRows(parts, scales, columns), residual, weight, 1e-5)
+    close(got_sum, expected_sum)
+    same_rows(got, expected)

@@ -15,6 +15,7 @@ from kvern_engine.core.sequence import Sequence, State
 from kvern_engine.core.state import Books, Draft
 
 _WINDOW = 16  # sequences of the queue looked at in one step, beyond those admitted
+_SLIVER = 8  # a prompt does not begin with less than this part of itself, where the step is as full as that without it
 
 
 def share_budget(wanted: list[int], budget: int, contested: bool) -> list[int]:
@@ -113,6 +114,10 @@ def _admit(
             continue
         rest = len(seq.tokens) - len(hits) * pool.block_size
         if not config.enable_chunked_prefill and rest > budget:
+            only_room_lacked = False
+            break
+        if budget * _SLIVER <= min(rest, sum(takes.values())):
+            # Cut in two, its attention is slower, and the step is full enough: it is the next one's first.
             only_room_lacked = False
             break
         total = pool.blocks_for(len(seq.tokens))

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 _DECODE_WINDOW = 15  # steps; a median over them ignores seven outliers
 _FEW_ROWS = 8  # fewer take about as long as one
+_RUSH = 3  # see `cap`; 1,000 chats at once, simulated H200: 18.1 s, with 0 19.8 s, without any cap 17.7 s
 _COST_WINDOW = 3  # mixed steps; two of them make a new median
 
 
@@ -74,8 +75,12 @@ class ChunkGovernor:
         window = self._mixed or self._alone
         return _median(window) if window else None
 
-    def cap(self, decode_rows: int) -> int:
+    def cap(self, decode_rows: int, idle_share: float = 0.0) -> int:
         """Most prompt tokens for the next step, where `decode_rows` rows decode in it.
+
+        `idle_share` is the share of the rows that lie idle though somebody waits for them. Where a crowd is at the
+        door, small chunks beside few decodes waste the device: the more of the batch is still to be filled, the longer
+        a step may take, up to 1 + _RUSH times what `itl_factor` allows.
 
         0, once, where steps of about this many rows were never seen to decode only: while prompts keep coming there
         would be no such step, and against that of far fewer rows every mixed step would look too long, whatever was
@@ -96,7 +101,7 @@ class ChunkGovernor:
         if decode is None or cost is None:
             tokens = float(self.default)
         else:
-            tokens = (self.itl_factor - 1) * decode / cost
+            tokens = (self.itl_factor * (1 + _RUSH * idle_share) - 1) * decode / cost
         grain = 16 if tokens >= 64 else 8
         rounded = int(min(tokens, self.max_chunk)) // grain * grain
         return min(max(rounded, self.min_chunk), self.max_chunk)

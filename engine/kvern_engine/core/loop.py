@@ -13,6 +13,7 @@ import msgspec
 
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.block_pool import BlockPool
+from kvern_engine.core.device_time import DeviceTime
 from kvern_engine.core.limits import SchedulerConfig
 from kvern_engine.core.plan import StepPlan, StepResult, WorkerReady
 from kvern_engine.core.recording import PlanRecorder, read_plans
@@ -76,6 +77,8 @@ class EngineCore:
         self._recorder = PlanRecorder(record_step_plans) if record_step_plans else None
         self._outbox: OutputsByClient = {}
         self._seconds = {"schedule": 0.0, "submit": 0.0, "wait": 0.0, "emit": 0.0}
+        self.device_time = DeviceTime()
+        self._resting = True
 
     @classmethod
     def from_config(
@@ -134,7 +137,9 @@ class EngineCore:
         result = self.worker.collect(timeout) if due else None
         collected = self._clock()
         if result is not None:
+            self.device_time.add(result.step, result.seconds, result.idle)
             self._post(self.scheduler.update(result))
+        self._resting = not (self.scheduler.has_work or self.scheduler.num_in_flight)
         outputs, self._outbox = self._outbox, {}
         self._measure(begin, scheduled, submitted, collected, self._clock())
         return outputs
@@ -147,8 +152,14 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """For a report: counters since start, the sizes of the steps since the last report, and the heartbeat."""
-        stats = self.scheduler.stats(self.engine)
-        return msgspec.structs.replace(stats, heartbeat=self.heartbeat, step_seconds=dict(self._seconds))
+        stats, device = self.scheduler.stats(self.engine), self.device_time
+        return msgspec.structs.replace(
+            stats,
+            heartbeat=self.heartbeat,
+            step_seconds=dict(self._seconds),
+            device_seconds={"busy": device.busy, "idle": device.idle},
+            device_idle_fraction=device.idle_fraction,
+        )
 
     def beat(self) -> None:
         """The owner of an idle core turns its loop: it lives."""
@@ -161,6 +172,8 @@ class EngineCore:
         self.worker.close()
 
     def _submit(self, plan: StepPlan) -> None:
+        if self._resting:
+            self.device_time.rest(plan.step)
         if self._recorder is not None:
             self._recorder.write(plan)
         self.worker.submit(plan)

@@ -83,7 +83,8 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """What a step produced. `tokens[i]` are the tokens row `rows[i]` sampled (one, or several under speculation).
 
     `logprobs` and `prompt_logprobs` are keyed by row and hold only rows that asked; prompt logprobs are those of the
-    prompt positions among starts+1 .. starts+counts. `seconds` is the time the device took, for the chunk governor.
+    prompt positions among starts+1 .. starts+counts. `seconds` is the time the device took, for the chunk governor,
+    `idle` the time in which it had nothing to do before that (see `device_time.py`).
     """
 
     step: int
@@ -92,6 +93,7 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag=True):
     seconds: float
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    idle: float = 0.0
 
 
 class Reset(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -31,6 +31,7 @@ from kvern_engine.ipc import AddRequest, EngineStats, TokenOutput
 
 OutputsByClient = dict[int, list[TokenOutput]]
 
+_NO_CROWD = 8  # requests that wait with rows to go to: fewer do not make running streams wait for them
 _ITERATIONS_KEPT = 8192  # step sizes kept for the next report
 
 
@@ -243,7 +244,8 @@ class Scheduler:
             if config.long_prefill_token_threshold is not None:
                 per_request = min(budget, config.long_prefill_token_threshold)
             else:
-                budget = per_request = min(budget, self.governor.cap(draft.decode_rows))
+                idle = max(0, min(len(books.waiting), len(books.free_rows)) - _NO_CROWD) / config.max_num_seqs
+                budget = per_request = min(budget, self.governor.cap(draft.decode_rows, idle))
         if budget > 0:
             schedule_prompts(books, draft, budget, per_request, config)
         for row in draft.added:

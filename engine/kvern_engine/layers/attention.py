@@ -18,14 +18,18 @@ class Wanted:
 
 
 class Attention:
-    """`num_heads` query heads share `num_kv_heads` KV heads of `head_dim` (Ainslie et al., arXiv 2305.13245)."""
+    """`num_heads` query heads share `num_kv_heads` KV heads of `head_dim` (Ainslie et al., arXiv 2305.13245).
 
-    __slots__ = ("_split", "head_dim", "scale")
+    `kv_scales` [2, num_kv_heads] float32: what K and V of each head are divided by in a cache in FP8."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    __slots__ = ("_dtype", "_split", "head_dim", "kv_scales", "num_kv_heads", "scale")
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._split = [num_heads, num_kv_heads, num_kv_heads]
-        self.head_dim = head_dim
+        self.head_dim, self.num_kv_heads = head_dim, num_kv_heads
         self.scale = head_dim**-0.5
+        self.kv_scales: Tensor | None = None
 
     def __call__(
         self,
@@ -36,13 +40,28 @@ class Attention:
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
         scales: Tensor | None = None,
+        columns: Tensor | None = None,
     ) -> Tensor:
-        """`qkv` [T, (Hq + 2 Hkv) * D], `positions` [T] int64, `cos_sin` [max_positions, D] float32, `kv` [2, Hkv, N,
-        bs, D] (K and V of this step are written to it) -> [T, Hq * D], or [S, Hq * D] where S tokens are wanted.
-        `scales` [T] float32: what rows of `qkv` are still to be multiplied by."""
-        tokens = qkv.shape[0]
-        q, k, v = torch.split(qkv.view(tokens, -1, self.head_dim), self._split, dim=1)
-        q = rope_and_cache(q, k, v, cos_sin, positions, kv, meta.slots, cache=meta.plan_cache, scales=scales)
+        """`qkv` [T, (Hq + 2 Hkv) * D], maybe in parts to add up [P, T, ...] float32, `positions` [T] int64, `cos_sin`
+        [max_positions, D] float32, `kv` [2, Hkv, N, bs, D] (K and V of this step are written to it) -> [T, Hq * D], or
+        [S, Hq * D] where S tokens are wanted. `scales` [T] and `columns` [(Hq + 2 Hkv) * D] float32: what `qkv` is
+        still to be multiplied by."""
+        q, k, v = torch.split(qkv.view(*qkv.shape[:-1], -1, self.head_dim), self._split, dim=-2)
+        q = rope_and_cache(
+            q,
+            k,
+            v,
+            cos_sin,
+            positions,
+            kv,
+            meta.slots,
+            cache=meta.plan_cache,
+            scales=scales,
+            columns=columns,
+            kv_scales=self.kv_scales,
+            dtype=self._dtype,
+        )
         if wanted is not None:
             q, meta = q.index_select(0, wanted.index), wanted.meta
-        return paged_attention(q, kv, meta, self.scale).view(q.shape[0], self._split[0] * self.head_dim)
+        out = paged_attention(q, kv, meta, self.scale, self.kv_scales)
+        return out.view(q.shape[0], self._split[0] * self.head_dim)

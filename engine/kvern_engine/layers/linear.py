@@ -8,7 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern_kernels import Fp8Weight, ScaledRows, fp8_linear
+from kvern_kernels import (
+    INT8_ROWS,
+    Fp8Weight,
+    Int8Weight,
+    ScaledRows,
+    add_linear,
+    fp8_gated_linear,
+    fp8_linear,
+    fp8_linear_parts,
+    gated_linear,
+    int8_linear,
+    linear_parts,
+    silu_and_mul,
+    silu_and_mul_fp8,
+)
 
 _PACK_ROWS = 32  # oneDNN chooses its blocking for about this many rows
 _STREAM_ROWS = 2  # up to here the transposed layout is the fastest
@@ -20,19 +34,43 @@ def _can_pack() -> bool:
 
 
 class Linear:
-    """A linear layer. `weight` [out_features, in_features], `bias` [out_features] or None; filled by the loader."""
+    """A linear layer. `weight` [out_features, in_features], `bias` [out_features] or None; filled by the loader.
 
-    __slots__ = ("_fp8", "_packed", "_transposed", "bias", "in_features", "out_features", "weight")
+    One that comes in FP8 (`fp8`) also has `scales` [out_features] float32 of its outputs, and needs `quantize_fp8`.
+    """
+
+    __slots__ = (
+        "_dtype",
+        "_fp8",
+        "_int8",
+        "_packed",
+        "_transposed",
+        "bias",
+        "in_features",
+        "out_features",
+        "scales",
+        "weight",
+    )
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+        fp8: bool = False,
     ) -> None:
-        self.in_features, self.out_features = in_features, out_features
-        self.weight: Tensor = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.in_features, self.out_features, self._dtype = in_features, out_features, dtype
+        stored = torch.float8_e4m3fn if fp8 else dtype
+        self.weight: Tensor = torch.empty(out_features, in_features, dtype=stored, device=device)
+        self.scales: Tensor | None = torch.ones(out_features, dtype=torch.float32, device=device) if fp8 else None
         self.bias: Tensor | None = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._transposed: Tensor | None = None
         self._packed: Tensor | None = None
         self._fp8: Fp8Weight | None = None
+        self._int8: Int8Weight | None = None
 
     @classmethod
     def sharing(cls, weight: Tensor) -> "Linear":
@@ -40,11 +78,13 @@ class Linear:
         layer = cls.__new__(cls)
         layer.out_features, layer.in_features = weight.shape
         layer.weight, layer.bias, layer._transposed, layer._packed = weight, None, None, None
-        layer._fp8 = None
+        layer._fp8, layer._int8, layer.scales, layer._dtype = None, None, None, weight.dtype
         return layer
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [T, in_features] -> [T, out_features], same dtype."""
+        if self._int8 is not None and x.shape[0] <= INT8_ROWS:
+            return int8_linear(x, self._int8)
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         if x.shape[0] <= _STREAM_ROWS:
@@ -55,21 +95,73 @@ class Linear:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
 
+    def parts(self, x: Tensor) -> Tensor:
+        """As a call, for an operation that adds up parts: maybe [P, T, out_features] float32, see
+        `kvern_kernels.linear_parts`."""
+        return self(x) if self.bias is not None or self._packed is not None else linear_parts(x, self.weight)
+
+    def before_norm(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """As `parts`, for the norm that adds it to `residual` [T, out_features]; None: it has been added."""
+        if self.bias is None and self._packed is None and add_linear(x, self.weight, residual):
+            return None
+        return self.parts(x)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of `x` [T, in_features], where the layer gives gate | up: [T, out_features / 2]."""
+        if self.bias is not None or self._packed is not None:
+            return silu_and_mul(self(x))
+        return gated_linear(x, self.weight)
+
+    @property
+    def stored(self) -> Tensor | Fp8Weight:
+        """The weights as products take them."""
+        return self.weight if self._fp8 is None else self._fp8
+
+    @property
+    def is_fp8(self) -> bool:
+        """`quantize_fp8` has been called: `scaled` computes the layer."""
+        return self._fp8 is not None
+
     def scaled(self, x: ScaledRows) -> ScaledRows:
         """The layer after `quantize_fp8`: `x` [T, in_features] in FP8 -> [T, out_features], to be multiplied by the
-        scales of the rows."""
+        scales of the rows and columns."""
         assert self._fp8 is not None
-        out = fp8_linear(x, self._fp8, self.weight.dtype)
-        if self.bias is None:
-            return out
-        return ScaledRows(out.restore(self.weight.dtype) + self.bias, torch.ones_like(x.scales))
+        out = fp8_linear(x, self._fp8, self._dtype)
+        return out if self.bias is None else self._with_bias(out)
 
-    def quantize_fp8(self) -> int:
-        """Keep the loaded weights in FP8 with one scale, in place of `weight`; bytes that are saved."""
+    def scaled_parts(self, x: ScaledRows) -> ScaledRows:
+        """As `scaled`, for an operation that adds up parts."""
+        if self.bias is not None:
+            return self.scaled(x)
+        assert self._fp8 is not None
+        return fp8_linear_parts(x, self._fp8, self._dtype)
+
+    def gated_fp8(self, x: ScaledRows) -> ScaledRows:
+        """As `gated` after `quantize_fp8`, quantized by rows."""
+        if self.bias is not None:
+            return silu_and_mul_fp8(self.scaled(x))
+        assert self._fp8 is not None
+        return fp8_gated_linear(x, self._fp8, self._dtype)
+
+    def _with_bias(self, out: ScaledRows) -> ScaledRows:
+        assert self.bias is not None
+        return ScaledRows(out.restore(self._dtype) + self.bias, torch.ones_like(out.scales))
+
+    def quantize_fp8(self, per_channel: bool = False) -> int:
+        """Keep the loaded weights in FP8 in place of `weight`, with one scale, or with one an output; bytes that are
+        saved. What has come in FP8 keeps its own scales."""
         before = self.weight.numel() * self.weight.element_size()
-        self._fp8 = Fp8Weight.quantize(self.weight)
-        self.weight = self.weight.new_empty(0, self.in_features)
+        if self.scales is None:
+            self._fp8 = Fp8Weight.quantize(self.weight, per_channel)
+        else:
+            self._fp8 = Fp8Weight.of(self.weight, self.scales)
+        self.weight = torch.empty(0, self.in_features, dtype=self._dtype, device=self.weight.device)
         return before - self._fp8.values.numel()
+
+    def add_int8(self) -> int:
+        """Keep the loaded weights in INT8 too, for calls of up to INT8_ROWS rows; bytes that this takes."""
+        self._int8 = Int8Weight.quantize(self.weight)
+        return self._int8.values.numel() + 4 * self._int8.scales.numel()
 
     def add_cpu_layouts(self) -> None:
         """Keep the loaded weights in the two layouts that a CPU multiplies fastest, in place of `weight`, where that

@@ -19,8 +19,11 @@ class RMSNorm:
         """The norm of `x` [T, hidden_size]."""
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual), both [T, hidden_size]. May overwrite `residual`."""
+    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual), both [T, hidden_size]. May overwrite `residual`. `x` may come in parts
+        (`Linear.parts`) or be None: nothing to add."""
+        if x is None:
+            return self(residual), residual
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def fp8(self, x: Tensor) -> ScaledRows:

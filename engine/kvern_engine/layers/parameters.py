@@ -15,7 +15,8 @@ from kvern_engine.parallel.layout import Slice
 
 
 class Destination(NamedTuple):
-    """`tensor` takes `part` of a checkpoint's tensor; it is a view of a parameter and has the part's shape."""
+    """`tensor` takes `part` of a checkpoint's tensor; it is a view of a parameter and has the part's shape, or takes a
+    single number everywhere."""
 
     tensor: Tensor
     part: WeightPart
@@ -35,9 +36,11 @@ def vocabulary_rows(weight: Tensor, held: Slice, total: int) -> Destination:
     return Destination(weight[: held.count], WeightPart((total, hidden), ((held.start, held.stop), (0, hidden))))
 
 
-def split_by_outputs(prefix: str, layer: Linear, parts: Sequence[tuple[str, Slice, int]]) -> Destinations:
+def split_by_outputs(
+    prefix: str, layer: Linear, parts: Sequence[tuple[str, Slice, int]], scales_of_rows: bool = False
+) -> Destinations:
     """A layer that merges several of the checkpoint: `parts` are (name, outputs held, outputs in all) in the order of
-    its rows. Weights and biases."""
+    its rows. Weights, biases, and the scales of weights that come in FP8."""
     found: Destinations = {}
     at = 0
     for name, held, total in parts:
@@ -46,17 +49,26 @@ def split_by_outputs(prefix: str, layer: Linear, parts: Sequence[tuple[str, Slic
         found[f"{prefix}{name}.weight"] = Destination(layer.weight[at:end], part)
         if layer.bias is not None:
             found[f"{prefix}{name}.bias"] = Destination(layer.bias[at:end], WeightPart((total,), (rows,)))
+        if layer.scales is not None:
+            part = WeightPart((total,), (rows,)) if scales_of_rows else WeightPart.whole()
+            found[f"{prefix}{name}.weight_scale"] = Destination(layer.scales[at:end], part)
         at += held.size
     return found
 
 
-def split_by_inputs(prefix: str, layer: Linear, name: str, held: Slice, total: int) -> Destinations:
-    """A layer that sees `held` of `total` inputs. Its bias, where the rank has it, is whole."""
+def split_by_inputs(
+    prefix: str, layer: Linear, name: str, held: Slice, total: int, scales_of_rows: bool = False
+) -> Destinations:
+    """A layer that sees `held` of `total` inputs. Its bias, where the rank has it, and the scales of weights that come
+    in FP8 are whole."""
     outputs = (0, layer.out_features)
     part = WeightPart((layer.out_features, total), (outputs, (held.start, held.stop)))
     found = {f"{prefix}{name}.weight": Destination(layer.weight[:, : held.count], part)}
     if layer.bias is not None:
         found[f"{prefix}{name}.bias"] = whole(layer.bias)
+    if layer.scales is not None:
+        shape = WeightPart.whole(layer.out_features) if scales_of_rows else WeightPart.whole()
+        found[f"{prefix}{name}.weight_scale"] = Destination(layer.scales, shape)
     return found
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvern_engine.loading.config import read_json
 from kvern_engine.loading.gguf import GGUFFile
+from kvern_engine.loading.quantized import canonical_name, canonical_shape
 from kvern_engine.loading.resolve import ModelFiles
 from kvern_engine.model_config import ModelConfig
 
@@ -65,12 +66,18 @@ def weight_shapes(files: ModelFiles, config: ModelConfig) -> dict[str, tuple[int
     shapes: dict[str, tuple[int, ...]] = {}
     for shard in safetensors_shards(files.path):
         shapes.update(_shard_shapes(shard))
-    return {name: shape for name, shape in shapes.items() if is_read(name, config)}
+    known = ((known_name(own, config), shape) for own, shape in shapes.items())
+    if config.fp8 is None:
+        return {name: shape for name, shape in known if name is not None}
+    return {name: canonical_shape(name, shape) for name, shape in known if name is not None}
 
 
-def is_read(name: str, config: ModelConfig) -> bool:
-    """False for tensors of a checkpoint that carry nothing: constants that old exports saved, a tied head."""
-    return not (name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"))
+def known_name(name: str, config: ModelConfig) -> str | None:
+    """The name of a safetensors file's tensor as models know it; None for tensors that carry nothing: constants that
+    old exports saved, a tied head, scales that are not used."""
+    if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"):
+        return None
+    return name if config.fp8 is None else canonical_name(name)
 
 
 def safetensors_shards(folder: Path) -> list[Path]:

@@ -7,10 +7,12 @@ that a broken or unsupported model is refused with its field named before anythi
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvern_engine.loading.gguf import GGUFFile
+from kvern_engine.loading.quantized import QuantizationError, read_quantization
 from kvern_engine.loading.resolve import ModelFiles
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.request import SamplingParams
@@ -28,12 +30,10 @@ def read_model_config(files: ModelFiles) -> ModelConfig:
     if files.kind == "gguf":
         return gguf_model_config(GGUFFile(files.path))
     config = read_json(files.path / "config.json")
-    if "quantization_config" in config:
-        method = (config["quantization_config"] or {}).get("quant_method", "unknown")
-        raise ModelConfigError(
-            f"{files.path / 'config.json'}: quantization_config.quant_method is {method!r}, which is not supported; "
-            "use the unquantized model or a GGUF file"
-        )
+    try:
+        fp8 = read_quantization(config, files.path / "config.json")
+    except QuantizationError as error:
+        raise ModelConfigError(str(error)) from error
     architectures = config.get("architectures") or []
     name = architectures[0] if architectures else config.get("model_type")
     reader = _from_json.get(str(name))
@@ -41,7 +41,10 @@ def read_model_config(files: ModelFiles) -> ModelConfig:
         raise ModelConfigError(
             f"{files.path / 'config.json'}: architecture {name!r} is not supported; supported: {', '.join(_from_json)}"
         )
-    return reader(_Fields(config, files.path / "config.json"), json_eos(files.path, config))
+    found = reader(_Fields(config, files.path / "config.json"), json_eos(files.path, config))
+    if fp8 is not None and found.tie_word_embeddings:
+        fp8 = replace(fp8, head=False)
+    return replace(found, fp8=fp8)
 
 
 def gguf_model_config(file: GGUFFile) -> ModelConfig:

@@ -14,12 +14,13 @@ from kvern_engine.loading.checkpoint import (
     WeightsError,
     check_weights,
     gguf_names,
-    is_read,
+    known_name,
     safetensors_shards,
     weight_shapes,
 )
 from kvern_engine.loading.gguf import GGUFFile
 from kvern_engine.loading.parts import WeightPart
+from kvern_engine.loading.quantized import canonical_shape
 from kvern_engine.loading.resolve import ModelFiles
 from kvern_engine.model_config import ModelConfig
 
@@ -49,12 +50,14 @@ def _safetensors_weights(
     for path in safetensors_shards(files.path):
         try:
             with safe_open(path, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 - a shard is not iterable
-                    if parts is None:
-                        if is_read(name, config):
-                            yield name, shard.get_tensor(name)
-                    elif name in parts:
-                        yield name, shard.get_tensor(name)[parts[name].slices]
+                for own in shard.keys():  # noqa: SIM118 - a shard is not iterable
+                    name = known_name(own, config)
+                    if name is None or (parts is not None and name not in parts):
+                        continue
+                    tensor = shard.get_tensor(own)
+                    if config.fp8 is not None:
+                        tensor = tensor.view(canonical_shape(name, tuple(tensor.shape)))
+                    yield name, tensor if parts is None else tensor[parts[name].slices]
         except SafetensorError as error:
             raise WeightsError(f"{path}: {error}; download it again") from error
 

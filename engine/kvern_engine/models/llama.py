@@ -15,6 +15,7 @@ from kvern_engine.layers.embedding import Embedding
 from kvern_engine.layers.linear import Linear
 from kvern_engine.layers.norm import RMSNorm
 from kvern_engine.layers.parameters import (
+    Destination,
     Destinations,
     clear_padding,
     split_by_inputs,
@@ -23,10 +24,11 @@ from kvern_engine.layers.parameters import (
     whole,
 )
 from kvern_engine.layers.rotary import cos_sin_table
+from kvern_engine.loading.parts import WeightPart
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.parallel.groups import ParallelContext, TensorGroup
 from kvern_engine.parallel.layout import ModelShard
-from kvern_kernels import AttentionMetadata, ScaledRows, quantize_rows, silu_and_mul, silu_and_mul_fp8
+from kvern_kernels import AttentionMetadata, Fp8Weight, ScaledRows, quantize_rows, restore_rows
 
 
 class LlamaAttention:
@@ -36,11 +38,13 @@ class LlamaAttention:
         self, config: ModelConfig, shard: ModelShard, group: TensorGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._config, self._group = config, group
+        self._in_parts = group.size == 1 and shard.is_last  # nobody but the next norm reads what comes out
         self._q, self._kv = shard.heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
-        hidden, bias = config.hidden_size, config.attention_bias
-        self.qkv_proj = Linear(hidden, self._q.size + 2 * self._kv.size, bias=bias, dtype=dtype, device=device)
-        self.o_proj = Linear(self._q.size, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device)
-        self.attention = Attention(shard.heads.size, shard.kv_heads.size, config.head_dim)
+        hidden, bias, fp8 = config.hidden_size, config.attention_bias, config.fp8 is not None
+        self.qkv_proj = Linear(hidden, self._q.size + 2 * self._kv.size, bias=bias, dtype=dtype, device=device, fp8=fp8)
+        self.o_proj = Linear(self._q.size, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device, fp8=fp8)
+        self._kv_scale = torch.ones(2, dtype=torch.float32, device=device)  # of K and V, from the checkpoint
+        self.attention = Attention(shard.heads.size, shard.kv_heads.size, config.head_dim, dtype)
 
     def __call__(
         self,
@@ -51,7 +55,13 @@ class LlamaAttention:
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
     ) -> Tensor:
-        heads = self.attention(self.qkv_proj(x), positions, cos_sin, kv, meta, wanted)
+        """What the heads give, [T, Hq * D]: before `output`."""
+        return self.attention(self.qkv_proj.parts(x), positions, cos_sin, kv, meta, wanted)
+
+    def output(self, heads: Tensor, residual: Tensor) -> Tensor | None:
+        """The output projection, for the norm that adds it to `residual`; None: it has been added."""
+        if self._in_parts:
+            return self.o_proj.before_norm(heads, residual)
         return self._group.all_reduce(self.o_proj(heads))
 
     def fp8(
@@ -63,17 +73,24 @@ class LlamaAttention:
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
     ) -> ScaledRows:
-        qkv = self.qkv_proj.scaled(x)
-        out = self.attention(qkv.values, positions, cos_sin, kv, meta, wanted, qkv.scales)
-        return self.o_proj.scaled(quantize_rows(out))
+        qkv = self.qkv_proj.scaled_parts(x)
+        out = self.attention(qkv.values, positions, cos_sin, kv, meta, wanted, qkv.scales, qkv.columns)
+        return self.o_proj.scaled_parts(quantize_rows(out))
 
     def destinations(self, prefix: str) -> Destinations:
         prefix, head_dim = f"{prefix}self_attn.", self._config.head_dim
         q, kv = self._config.num_heads * head_dim, self._config.num_kv_heads * head_dim
         merged = [("q_proj", self._q, q), ("k_proj", self._kv, kv), ("v_proj", self._kv, kv)]
-        return split_by_outputs(prefix, self.qkv_proj, merged) | split_by_inputs(
-            prefix, self.o_proj, "o_proj", self._q, q
-        )
+        rows = self._config.fp8 is not None and self._config.fp8.per_channel
+        found = split_by_outputs(prefix, self.qkv_proj, merged, rows)
+        found |= split_by_inputs(prefix, self.o_proj, "o_proj", self._q, q, rows)
+        if self._config.fp8 is not None and self._config.fp8.kv_scales:
+            found |= {f"{prefix}{name}_scale": whole(self._kv_scale[i]) for i, name in enumerate("kv")}
+        return found
+
+    def use_fp8_kv(self) -> None:
+        """After loading: K and V are written to a cache in FP8, all heads by the layer's scales."""
+        self.attention.kv_scales = self._kv_scale[:, None].expand(2, self.attention.num_kv_heads).contiguous()
 
 
 class LlamaMLP:
@@ -83,23 +100,30 @@ class LlamaMLP:
         self, config: ModelConfig, shard: ModelShard, group: TensorGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._inner, self._total, self._group = shard.inner, config.intermediate_size, group
-        hidden, inner, bias = config.hidden_size, shard.inner.size, config.mlp_bias
-        self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype, device=device)
-        self.down_proj = Linear(inner, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device)
+        self._in_parts = group.size == 1 and shard.is_last
+        hidden, inner, bias, fp8 = config.hidden_size, shard.inner.size, config.mlp_bias, config.fp8 is not None
+        self._scales_of_rows = config.fp8 is not None and config.fp8.per_channel
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype, device=device, fp8=fp8)
+        self.down_proj = Linear(inner, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device, fp8=fp8)
         clear_padding(self.gate_up_proj, shard.inner)
         clear_padding(self.down_proj, shard.inner)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._group.all_reduce(self.down_proj(silu_and_mul(self.gate_up_proj(x))))
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """For the norm that adds it to `residual`; None: it has been added."""
+        inner = self.gate_up_proj.gated(x)
+        if self._in_parts:
+            return self.down_proj.before_norm(inner, residual)
+        return self._group.all_reduce(self.down_proj(inner))
 
     def fp8(self, x: ScaledRows) -> ScaledRows:
-        return self.down_proj.scaled(silu_and_mul_fp8(self.gate_up_proj.scaled(x)))
+        return self.down_proj.scaled_parts(self.gate_up_proj.gated_fp8(x))
 
     def destinations(self, prefix: str) -> Destinations:
         prefix, inner, total = f"{prefix}mlp.", self._inner, self._total
         merged = [("gate_proj", inner, total), ("up_proj", inner, total)]
-        return split_by_outputs(prefix, self.gate_up_proj, merged) | split_by_inputs(
-            prefix, self.down_proj, "down_proj", inner, total
+        rows = self._scales_of_rows
+        return split_by_outputs(prefix, self.gate_up_proj, merged, rows) | split_by_inputs(
+            prefix, self.down_proj, "down_proj", inner, total, rows
         )
 
 
@@ -123,19 +147,17 @@ class LlamaDecoderLayer:
         kv: Tensor,
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`x` [T, H]: what the layer before computed and has not yet added to `residual` [T, H] (None: nothing).
+    ) -> tuple[Tensor | None, Tensor]:
+        """`x` [T, H], maybe in parts: what the layer before computed and has not yet added to `residual` [T, H] (None:
+        nothing).
 
         Of the tokens that are not `wanted` only K and V are computed; the results are then [S, H]."""
-        if x is None:
-            x = self.input_norm(residual)
-        else:
-            x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, positions, cos_sin, kv, meta, wanted)
+        x, residual = self.input_norm.add(x, residual)
+        heads = self.attention(x, positions, cos_sin, kv, meta, wanted)
         if wanted is not None:
             residual = residual.index_select(0, wanted.index)
-        x, residual = self.post_attention_norm.add(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.post_attention_norm.add(self.attention.output(heads, residual), residual)
+        return self.mlp(x, residual), residual
 
     def fp8(
         self,
@@ -201,7 +223,8 @@ class LlamaForCausalLM:
             if config.tie_word_embeddings and self.embed_tokens is not None:
                 self.lm_head = Linear.sharing(self.embed_tokens.weight)
             else:
-                self.lm_head = Linear(hidden, shard.vocab.size, dtype=dtype, device=device)
+                fp8 = config.fp8 is not None and config.fp8.head
+                self.lm_head = Linear(hidden, shard.vocab.size, dtype=dtype, device=device, fp8=fp8)
                 clear_padding(self.lm_head, shard.vocab)
 
     def forward(
@@ -226,14 +249,15 @@ class LlamaForCausalLM:
             residual = self.embed_tokens(token_ids)
         if self.is_fp8:
             return self._forward_fp8(residual, positions, kv_caches, meta, wanted)
-        x, cos_sin = None, self.cos_sin
+        x: Tensor | None = None
+        cos_sin = self.cos_sin
         last = self.layers[-1] if self.norm is not None else None
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             only = wanted if layer is last else None
             x, residual = layer(x, residual, positions, cos_sin, kv, meta, only)
         if self.norm is None:
             return residual if x is None else x + residual
-        return self.norm(residual) if x is None else self.norm.add(x, residual)[0]
+        return self.norm.add(x, residual)[0]
 
     def _forward_fp8(
         self,
@@ -254,6 +278,8 @@ class LlamaForCausalLM:
         """`hidden` [R, hidden_size] -> [R, vocab_size] in the model's dtype, the same on every rank of the last
         stage."""
         assert self.lm_head is not None, "logits are the last stage's"
+        if self.lm_head.is_fp8:
+            return restore_rows(self.lm_head.scaled(quantize_rows(hidden)), self.dtype)
         logits = self._group.all_gather(self.lm_head(hidden))
         vocab_size = self.config.vocab_size
         return logits if logits.shape[1] == vocab_size else logits[:, :vocab_size].contiguous()
@@ -273,11 +299,29 @@ class LlamaForCausalLM:
         if self.lm_head is not None and not (config.tie_word_embeddings and self.embed_tokens is not None):
             name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
             found[name] = vocabulary_rows(self.lm_head.weight, shard.vocab, config.vocab_size)
+            if self.lm_head.scales is not None:
+                rows = config.fp8 is not None and config.fp8.per_channel
+                part = WeightPart.whole(config.vocab_size) if rows else WeightPart.whole()
+                found["lm_head.weight_scale"] = Destination(self.lm_head.scales, part)
         return found
 
-    def quantize_fp8(self) -> int:
-        """After loading: keep the layers' weights in FP8, one scale a matrix (embedding and LM head stay as they are);
-        bytes that are saved."""
+    def products(self) -> list[Tensor | Fp8Weight]:
+        """After loading: the weights of one layer, whose shapes are those of all."""
+        layer = self.layers[0]
+        found = [layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
+        return [linear.stored for linear in found]
+
+    def use_fp8_kv(self) -> None:
+        """After loading: the KV caches are in FP8, scaled as the checkpoint says, or by 1."""
+        for layer in self.layers:
+            layer.attention.use_fp8_kv()
+
+    def quantize_fp8(self, per_channel: bool = False) -> int:
+        """After loading: keep the layers' weights in FP8 with one scale a matrix or, `per_channel`, one an output;
+        bytes that are saved. Of a checkpoint in FP8 all is kept as it came.
+
+        The embedding stays as it is. So does the LM head, of which a GPU keeps a copy in INT8 for steps of few rows: in
+        FP8 it would change 8 % of a small model's greedy tokens (docs/performance-h200.md)."""
         self.is_fp8 = True
         saved = 0
         for layer in self.layers:
@@ -287,7 +331,11 @@ class LlamaForCausalLM:
                 layer.mlp.gate_up_proj,
                 layer.mlp.down_proj,
             ):
-                saved += linear.quantize_fp8()
+                saved += linear.quantize_fp8(per_channel)
+        if self.lm_head is not None and self.lm_head.scales is not None:
+            saved += self.lm_head.quantize_fp8()
+        elif self.lm_head is not None and self.device.type == "cuda" and self.dtype != torch.float32:
+            saved -= self.lm_head.add_int8()
         return saved
 
     def add_cpu_layouts(self) -> None:

@@ -12,7 +12,7 @@ from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.llama import LlamaForCausalLM
 from kvern_engine.parallel.groups import ParallelContext
 from kvern_engine.parallel.layout import ModelShard
-from kvern_kernels import AttentionMetadata
+from kvern_kernels import AttentionMetadata, Fp8Weight
 
 
 class CausalLM(Protocol):
@@ -47,7 +47,11 @@ class CausalLM(Protocol):
 
     def destinations(self) -> Destinations: ...
 
-    def quantize_fp8(self) -> int: ...
+    def quantize_fp8(self, per_channel: bool = False) -> int: ...
+
+    def products(self) -> list[Tensor | Fp8Weight]: ...
+
+    def use_fp8_kv(self) -> None: ...
 
     def add_cpu_layouts(self) -> None: ...
 

@@ -39,7 +39,8 @@ class ServerState:
     version: str = field(default_factory=kvern_version)
 
     def __post_init__(self) -> None:
-        seen = f"{self.version}|{self.config.model}|{self.config.dtype}|{self.config.quantization}"
+        config = self.config
+        seen = f"{self.version}|{config.model}|{config.dtype}|{config.quantization}|{config.kv_cache_dtype}"
         self.fingerprint = "fp_" + hashlib.sha256(seen.encode()).hexdigest()[:10]
 
     def loaded(self) -> tuple[PromptReader, int]:

@@ -13,10 +13,14 @@ from kvern_engine.worker.logprobs import LogprobTensors
 
 
 class DeviceClock:
-    """Times a step and marks its end: events on CUDA, the wall clock on a CPU (where the step is over on return)."""
+    """Times a step and marks its end: events on CUDA, the wall clock on a CPU (where the step is over on return).
 
-    def __init__(self, device: torch.device) -> None:
+    `before` is the clock of the step before it, whose `wait` comes first.
+    """
+
+    def __init__(self, device: torch.device, before: "DeviceClock | None" = None) -> None:
         self._cuda = device.type == "cuda"
+        self._before = before
         self._begin: Any = None
         self._end: Any = None
         if self._cuda:
@@ -38,12 +42,17 @@ class DeviceClock:
         else:
             self._end = time.perf_counter()
 
-    def wait(self) -> float:
-        """Blocks until the step is over; seconds it took on the device."""
-        if not self._cuda:
-            return float(self._end - self._begin)
-        self._end.synchronize()
-        return float(self._begin.elapsed_time(self._end)) / 1e3
+    def wait(self) -> tuple[float, float]:
+        """Blocks until the step is over; seconds it took on the device, and seconds that the device had nothing to do
+        between the step before it and this one."""
+        if self._cuda:
+            self._end.synchronize()
+        before, self._before = self._before, None
+        idle = 0.0 if before is None else max(0.0, self._seconds(before._end, self._begin))
+        return self._seconds(self._begin, self._end), idle
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1e3 if self._cuda else float(end - begin)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -90,7 +99,7 @@ class Pending:
 
     def result(self) -> StepResult:
         """Waits for the step and reads it back."""
-        seconds = self.clock.wait()
+        seconds, idle = self.clock.wait()
         sampled = [] if self.tokens is None else self.tokens.tolist()
         if self.picked is not None:
             sampled = [sampled[place] for place in self.picked]
@@ -99,6 +108,7 @@ class Pending:
             rows=self.rows,
             tokens=[[token] for token in sampled],
             seconds=seconds,
+            idle=idle,
             logprobs=self.logprobs.to_messages() if self.logprobs else {},
             prompt_logprobs=self.prompt_logprobs.to_messages() if self.prompt_logprobs else {},
         )

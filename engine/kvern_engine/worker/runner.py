@@ -42,6 +42,7 @@ class Runner:
         self._builder = BatchBuilder(tables, max_num_batched_tokens)
         self._sampler = Sampler(tables)
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._clock: DeviceClock | None = None  # of the last step
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
 
@@ -56,7 +57,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan, return_logits: bool = False) -> Pending:
         """Launches one step. `return_logits` (for tests) adds the logits of all its tokens to the result."""
-        clock = DeviceClock(self.tables.device)
+        clock = self._clock = DeviceClock(self.tables.device, self._clock)
         if self._link is not None:
             self._link.catch_up(plan)
         edits = self.tables.apply(plan)
@@ -119,6 +120,8 @@ class Runner:
             logits = self.graphs.launch(rows, positions, features, None, sample=False)
             self._sample_from(logits, batch.sampling, pending)
         else:
+            if not plan.added and not plan.copies:
+                clock.start()  # nothing has been launched: what the host has taken until here, the device was idle
             pending.tokens = to_host(self.graphs.launch(rows, positions, features, edits, sample=True))
         clock.stop()
         return pending
@@ -138,7 +141,9 @@ class Runner:
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks within the arena, all layers at once, all reads before all writes."""
         source, target = to_device(np.array(copies, dtype=np.int64), self.arena.device).unbind(1)
-        self.arena.index_copy_(3, target, self.arena.index_select(3, source))
+        # As integers of the same size: torch does not index tensors in FP8.
+        blocks = self.arena.view(torch.uint8) if self.arena.itemsize == 1 else self.arena
+        blocks.index_copy_(3, target, blocks.index_select(3, source))
 
     def _sample_from(self, logits: Tensor, sampling: SamplingBatch, pending: Pending) -> None:
         tokens = self._sampler(logits, sampling)

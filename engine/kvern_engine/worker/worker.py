@@ -31,6 +31,7 @@ from kvern_engine.worker.pending import Pending
 from kvern_engine.worker.runner import Runner
 from kvern_engine.worker.stages import StageLink
 from kvern_engine.worker.tables import RowTables
+from kvern_kernels import large_products, vendor_attention
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class Worker:
         self.runner: Runner | None = None
         self._link: StageLink | None = None
         self._seconds: dict[str, float] = {}
+        self._quantization: str | None = None
+        self._fp8_kv = False
 
     def load(self, progress: Progress | None = None) -> WorkerReady:
         """Loads the weights, measures what a step takes and sizes the KV arena.
@@ -86,16 +89,20 @@ class Worker:
             self.step_limits = limits.step_limits(
                 self.config, self.device.type, self._device_name(), self.max_model_len
             )
-            dtype = self._dtype()
+            self._quantization, self._fp8_kv = limits.fp8_choice(self.config, model_config)
+            dtype = self._dtype(model_config)
         if self.parallel is None:
             with self._phase("join", report):
                 self.parallel = self._join()
         with self._phase("weights", report), self._out_of_memory("the weights"):
             weight_bytes = self._load_model(files, model_config, dtype, lambda share: report("weights", share))
+        if self.device.type == "cuda":
+            with self._phase("products", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
+                large_products.choose(self.model.products(), self._most_tokens, dtype)
         with self._phase("profile", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
             used = self._profile()
         with self._phase("kv_cache", report), self._out_of_memory("the KV cache"):
-            size = self._size_kv_cache(dtype, used)
+            size = self._size_kv_cache(used)
             self.runner = self._make_runner(size.num_blocks)
         if self._use_graphs:
             with self._phase("graphs", report), self._out_of_memory("CUDA graphs (see enforce_eager)"):
@@ -103,6 +110,9 @@ class Worker:
                 mixed.capture(mixed.sizes, lambda share: report("graphs", share / 2))
                 decode.capture(_sizes_at_start(decode), lambda share: report("graphs", 0.5 + share / 2))
                 torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":
+            with self._phase("attention", report), self._out_of_memory("attention over a long prompt"):
+                self._warm_up_attention(dtype)
         log.info("worker ready: %s", ", ".join(f"{name} {took:.2f} s" for name, took in self._seconds.items()))
         return WorkerReady(
             rank=self.rank,
@@ -185,9 +195,10 @@ class Worker:
     def _device_name(self) -> str:
         return "cpu" if self.device.type == "cpu" else f"{self.device} {torch.cuda.get_device_name(self.device)}"
 
-    def _dtype(self) -> torch.dtype:
+    def _dtype(self, model: ModelConfig) -> torch.dtype:
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
-        limits.check_fp8(self.config.quantization, self.device.type, capability)
+        cache = self.config.kv_cache_dtype
+        limits.check_fp8(self.config.quantization, self.device.type, capability, cache, model.fp8 is not None)
         choice = limits.choose_dtype(self.config.dtype, self.device.type, capability)
         if choice.note:
             log.warning(choice.note)
@@ -214,8 +225,12 @@ class Worker:
             size = random_weights(self.model, self.config.seed)
         else:
             size = load_weights(self.model, files, report)
-        if self.config.quantization is not None:
-            size -= self.model.quantize_fp8()
+        if self._fp8_kv:
+            if config.fp8 is None or not config.fp8.kv_scales:
+                log.warning("the model brings no scales for a KV cache in FP8: K and V are stored as they are, to 448")
+            self.model.use_fp8_kv()
+        if self._quantization is not None:
+            size -= self.model.quantize_fp8(per_channel=self._quantization == "fp8_per_channel")
         elif self.device.type == "cpu" and size <= CPU_LAYOUT_BYTES:
             self.model.add_cpu_layouts()
         self.tables = RowTables(
@@ -233,11 +248,16 @@ class Worker:
         """The KV cache of this rank, [layers, 2, Hkv, num_blocks, block_size, head_dim] of its layers and heads."""
         shard, head_dim = self.model.shard, self.model.config.head_dim
         shape = (shard.num_layers, 2, shard.kv_heads.size, num_blocks, self.config.block_size, head_dim)
+        dtype = self._kv_dtype
+        size = math.prod(shape) * dtype.itemsize
         if self.device.type == "cuda":
-            return torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+            return torch.zeros(size, dtype=torch.uint8, device=self.device).view(dtype).view(shape)
         # numpy's zeros are pages that the kernel maps when they are first written; torch's would be written now.
-        pages = np.zeros(math.prod(shape) * self.model.dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(pages).view(self.model.dtype).view(shape)
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+    @property
+    def _kv_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self._fp8_kv else self.model.dtype
 
     def _profile(self) -> int:
         """Runs the largest step there can be (on a CPU a small one, to warm up); bytes in use on the device at its
@@ -285,11 +305,18 @@ class Worker:
         logits = runner.tables.max_num_seqs * runner.tables.vocab_size * self.model.dtype.itemsize
         return max(0, before - first) + each * (len(decode.sizes) + len(mixed.sizes)) + logits
 
-    def _size_kv_cache(self, dtype: torch.dtype, used: int) -> memory.KvCacheSize:
+    @torch.inference_mode()
+    def _warm_up_attention(self, dtype: torch.dtype) -> None:
+        shard, longest = self.model.shard, min(self.max_model_len, self._most_tokens)
+        sizes = shard.heads.size, shard.kv_heads.size, self.model.config.head_dim
+        vendor_attention.warm_up(*sizes, dtype, self.device, longest)
+        torch.cuda.synchronize(self.device)
+
+    def _size_kv_cache(self, used: int) -> memory.KvCacheSize:
         """This rank's part of a cache of as many blocks as the rank with the least room can have."""
         shard, head_dim = self.model.shard, self.model.config.head_dim
         per_block = memory.block_bytes(
-            shard.num_layers, shard.kv_heads.size, head_dim, self.config.block_size, dtype.itemsize
+            shard.num_layers, shard.kv_heads.size, head_dim, self.config.block_size, self._kv_dtype.itemsize
         )
         own = memory.size_kv_cache(
             self._available(per_block, used),

@@ -57,6 +57,7 @@ class FakeWorker:
     max_num_batched_tokens: int
     vocab: int = 8
     seconds: float = 0.01
+    idle: float = 0.0
     rows: dict[int, _Row] = field(default_factory=dict)
     results: deque[StepResult] = field(default_factory=deque)
     next_step: int = 0
@@ -113,7 +114,7 @@ class FakeWorker:
         for index, row, tokens in zip(plan.rows, computed, sampled, strict=True):
             if row.sampling.logprobs is not None and tokens:
                 logprobs[index] = [TokenLogprobs(tokens[0], -1.0, 1, [], [])]
-        return StepResult(plan.step, plan.rows, sampled, self.seconds, logprobs, prompt_logprobs)
+        return StepResult(plan.step, plan.rows, sampled, self.seconds, logprobs, prompt_logprobs, self.idle)
 
     def _apply_deltas(self, plan: StepPlan) -> None:
         for index in plan.removed:

@@ -92,6 +92,16 @@ def test_caps_of_64_and_more_are_multiples_of_16() -> None:
     assert governor.cap(1) == 96
 
 
+def test_a_crowd_at_the_door_may_take_longer_steps() -> None:
+    governor = ChunkGovernor(1.5, 8192)
+    governor.observe(0, 100, 0.1)
+    governor.observe(4, 0, 0.1)
+    caps = [governor.cap(4, share / 8) for share in range(9)]
+    assert caps[0] == governor.cap(4) == 48  # half of a decode step's time
+    assert caps == sorted(caps)
+    assert caps[8] == 496  # a step takes 6 times as long instead of 1.5
+
+
 def test_defaults_before_data_and_bounds() -> None:
     governor = ChunkGovernor(2.6, max_chunk=2048, default=128)
     assert governor.cap(0) == 2048

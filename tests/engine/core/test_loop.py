@@ -97,6 +97,17 @@ def test_a_step_that_is_not_back_in_time_is_collected_by_the_next_call() -> None
     assert worker.log[4:] == ["collect 0", "submit 2", "collect 1", "collect 2"]
 
 
+def test_idle_time_on_the_device_counts_while_there_is_work() -> None:
+    core, worker = make(depth=2)
+    worker.idle = 0.002
+    for _ in range(2):  # the second request comes after a rest: what was before its first step does not count
+        core.add_request(request(max_tokens=3))
+        run(core)
+    stats = core.stats()
+    assert stats.device_seconds["idle"] == pytest.approx(2 * 2 * 0.002)
+    assert stats.device_seconds["busy"] == pytest.approx(6 * worker.seconds)
+
+
 def test_outputs_are_grouped_by_client_and_refusals_come_with_the_next_step() -> None:
     core, _ = make(depth=1)
     core.add_request(request("a", client=0, max_tokens=1))

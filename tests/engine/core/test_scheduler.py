@@ -96,6 +96,30 @@ def test_a_short_prompt_gets_through_beside_a_long_one() -> None:
     assert engine.reasons("long") == {0: "length"}
 
 
+@pytest.mark.parametrize(("third", "counts"), [(70, [60, 60]), (30, [60, 60, 8])])
+def test_no_prompt_begins_in_a_sliver_of_a_full_step(third: int, counts: list[int]) -> None:
+    engine = Engine(num_blocks=400, max_num_batched_tokens=128)
+    engine.add("a", 60, max_tokens=1)
+    engine.add("b", 60, max_tokens=1)
+    engine.add("c", third, max_tokens=1)
+    assert engine.step().counts == counts  # 8 tokens are left: a ninth of the long one, a quarter of the other
+    assert engine.step().counts == [third - sum(counts[2:])]
+    engine.run()
+    assert engine.reasons("c") == {0: "length"}
+
+
+def test_a_crowd_at_the_door_may_take_longer_steps() -> None:
+    engine = Engine(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=1024, itl_factor=2.0)
+    engine.worker.seconds = 0.01
+    engine.add("a", 4, max_tokens=50)
+    engine.step(4)
+    engine.scheduler.governor.observe(1, 10, 0.01 + 10 * 0.0005)  # 10 ms / 0.5 ms = 20 tokens
+    for i in range(63):
+        engine.add(f"other-{i}", 20, max_tokens=2)
+    # 63 - 8 of 64 rows lie idle: 2 x (1 + 3 x 55 / 64) - 1 = 6.2 decode steps = 123 tokens
+    assert sum(engine.step().counts[1:]) == 112
+
+
 def test_a_second_long_prompt_waits_until_the_first_is_through() -> None:
     engine = Engine(num_blocks=400, max_num_batched_tokens=32, max_model_len=1000)
     engine.add("first", 640, max_tokens=1)

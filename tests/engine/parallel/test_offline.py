@@ -45,3 +45,21 @@ def test_the_same_answers(
     assert tokens == alone[0]
     for ours, theirs in zip(logprobs, alone[1], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_ranks_share_a_cache_in_fp8(tiny_path: str) -> None:
+    """Each rank writes and reads its own heads by the layer's scales."""
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    found = []
+    for ranks in (1, 2):
+        with LLM(
+            tiny_path,
+            device="cpu",
+            kv_cache_dtype="fp8",
+            tensor_parallel_size=ranks,
+            num_gpu_blocks_override=14,
+            max_num_seqs=4,
+            max_model_len=128,
+        ) as llm:
+            found.append([out.outputs[0].token_ids for out in llm.generate(TEXTS, params, use_tqdm=False)])
+    assert found[0] == found[1]

@@ -19,7 +19,8 @@ HISTOGRAMS = """request_prompt_tokens request_generation_tokens request_max_num_
 request_params_max_tokens request_params_n iteration_tokens_total time_to_first_token_seconds
 inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
 request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds"""
-OWN = "layout blocks step_seconds draining heartbeat_age_seconds kv_waste_ratio engine_up requests_in_flight"
+OWN = """layout blocks step_seconds draining heartbeat_age_seconds kv_waste_ratio engine_up requests_in_flight
+gpu_idle_fraction device_seconds"""
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -62,6 +63,7 @@ def test_first_scrape(setup: Setup, tokenizer: Tokenizer) -> None:
         assert idle[f"vllm:{name}", (E0,)] == 0
     for name in HISTOGRAMS.split():
         assert idle[f"vllm:{name}_count", (E0,)] == 0 and idle[f"vllm:{name}_bucket", (E0, ("le", "+Inf"))] == 0
+    assert idle["kvern:gpu_idle_fraction", (E0,)] == 0
     (info,) = [dict(labels) for name, labels in idle if name == "vllm:cache_config_info"]
     assert (info["block_size"], info["num_gpu_blocks"], info["engine"]) == ("16", "1024", "0")
     bounds = [dict(lb)["le"] for name, lb in idle if name == "vllm:request_prompt_tokens_bucket"]
@@ -118,6 +120,8 @@ def test_what_engines_report(setup: Setup, tokenizer: Tokenizer) -> None:
         steps=9,
         step_tokens=99,
         step_seconds={"schedule": 0.5, "wait": 2.0},
+        device_seconds={"busy": 3.0, "idle": 0.5},
+        device_idle_fraction=0.125,
     )
     server = setup.server()
     server.wait_for(200)
@@ -134,6 +138,8 @@ def test_what_engines_report(setup: Setup, tokenizer: Tokenizer) -> None:
     assert [seen["kvern:blocks", (E0, ("state", s))] for s in ("total", "free", "cached")] == [1024, 700, 300]
     assert seen["kvern:step_seconds_total", (E0, ("phase", "wait"))] == 2.0
     assert seen["kvern:step_seconds_total", (E0, ("phase", "emit"))] == 0.0
+    assert seen["kvern:device_seconds_total", (E0, ("state", "idle"))] == 0.5
+    assert seen["kvern:gpu_idle_fraction", (E0,)] == 0.125
     assert 0 <= seen["kvern:heartbeat_age_seconds", (E0,)] < 5
 
 

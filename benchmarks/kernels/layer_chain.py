@@ -1,0 +1,112 @@
+"""A decode step's layers as the engine runs them, in one CUDA graph over distinct weights: microseconds a layer, and
+kernel by kernel where asked. What a change of one kernel or of the seams between them is worth.
+
+    PYTHONPATH=kernels:engine python benchmarks/kernels/layer_chain.py --out OUT/chain.jsonl --cases 32x216 1x216
+
+Variants: KVERN_EARLY_LAUNCH=0 in the environment, `--vendor-products`.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from timing import paged, time_calls
+from workloads import LLAMA3_8B
+
+from kvern_engine.loading.config import read_model_config
+from kvern_engine.loading.resolve import resolve_model
+from kvern_engine.models.llama import LlamaForCausalLM
+from kvern_engine.worker.load import random_weights
+from kvern_kernels import DecodeWorkspace, small_gemm_triton, split_kv
+
+LAYERS = 8
+LONGEST = 8192
+
+
+def make_model(fp8):
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**LLAMA3_8B, "num_hidden_layers": LAYERS}))
+        config = read_model_config(resolve_model(folder, None))
+    model = LlamaForCausalLM(
+        config, max_positions=LONGEST, dtype=torch.bfloat16, device=torch.device("cuda"), parallel=None
+    )
+    random_weights(model, 0)
+    if fp8:
+        model.quantize_fp8()
+    return model
+
+
+def inputs(rows, context):
+    """What a captured step of `rows` rows has: its grid serves contexts of up to LONGEST tokens."""
+    _, arena, meta = paged([1] * rows, [context] * rows, 16, LAYERS)
+    blocks = meta.block_tables[:, -1].long()
+    slots = blocks * 16 + (context - 1) % 16
+    pieces = rows * split_kv.choose_splits(LONGEST, split_kv.min_split_tokens(rows * 8, 132))
+    meta = replace(
+        meta,
+        slots=slots,
+        max_seq_len=LONGEST,
+        workspace=DecodeWorkspace.allocate(pieces, 32, 128, 1, 1, "cuda"),
+        query_lens=None,
+        seq_lens_list=None,
+    )
+    ids = torch.randint(1000, 100000, (rows,), dtype=torch.int32, device="cuda")
+    positions = torch.full((rows,), context - 1, dtype=torch.int64, device="cuda")
+    return ids, positions, list(arena.unbind(0)), meta
+
+
+def kernel_times(call):
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    rows = [(e.key[:60], e.count, e.self_device_time_total) for e in profiler.key_averages()]
+    return sorted(rows, key=lambda row: -row[2])[:14]
+
+
+def measure(model, rows, context, take_apart):
+    ids, positions, caches, meta = inputs(rows, context)
+
+    def step():
+        meta.plan_cache.clear()
+        return model.forward(ids, positions, caches, meta)
+
+    found = {"rows": rows, "context": context, "us_a_layer": round(time_calls([step]) / LAYERS, 2)}
+    return found | ({"kernels": kernel_times(step)} if take_apart else {})
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--out", type=Path, required=True)
+    ap.add_argument("--cases", nargs="+", default=["1x216", "32x216", "32x4088", "128x384"])
+    ap.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
+    ap.add_argument("--vendor-products", action="store_true")
+    ap.add_argument("--kernels", action="store_true")
+    a = ap.parse_args()
+    if a.vendor_products:
+        small_gemm_triton.tiles_for = lambda *sizes: None
+    variant = {"early": os.environ.get("KVERN_EARLY_LAUNCH", "1") != "0", "vendor_products": a.vendor_products}
+    with a.out.open("a") as file, torch.inference_mode():
+        for precision in a.precisions:
+            model = make_model(precision == "fp8")
+            for case in a.cases:
+                line = {"precision": precision, **variant, **measure(model, *map(int, case.split("x")), a.kernels)}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                print(json.dumps(line), flush=True)
+                torch.cuda.empty_cache()
+            del model
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
