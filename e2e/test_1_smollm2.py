@@ -67,7 +67,8 @@ def test_what_kubectl_get_shows(operator: None, service: Callable[..., Service])
     head, row = kubectl("-n", one.namespace, "get", "infs").strip().splitlines()
     assert head.split() == ["NAME", "MODEL", "TP", "READY", "DESIRED", "GPUS", "REASON", "URL", "AGE"]
     assert "AllReplicasReady" in row and "tiny" in row, row
-    assert "inferenceservice.kvern.dev/tiny" in kubectl("-n", one.namespace, "get", "kvern")
+    for category in ("kvern", "all"):
+        assert "inferenceservice.kvern.dev/tiny" in kubectl("-n", one.namespace, "get", category, "-o", "name")
     for field in ("spec.model.uri", "spec.parallelism.tensor", "spec.autoscaling.mode", "status.conditions"):
         explained = kubectl("explain", f"inferenceservices.{field}")
         assert "DESCRIPTION:" in explained and "<empty>" not in explained, explained

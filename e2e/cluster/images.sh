@@ -1,9 +1,8 @@
 #!/bin/bash
 # images.sh build|load: the images of the project from its Dockerfiles, and a client for the tests, as kvern/*:e2e.
-# build leaves them in a Docker engine and in one archive in the cache; load brings the archive into the cluster.
+# build leaves them in a Docker engine and as archives in the cache; load brings into the cluster what it lacks.
 . "$(dirname "$0")/lib.sh"
-ARCHIVE=$CACHE/images/kvern.tar
-IMAGES=(kvern/operator:e2e kvern/engine:e2e kvern/client:e2e)
+IMAGES=(operator engine client) # kvern/NAME:e2e
 WHEELS=${KVERN_E2E_WHEELS:-$(dirname "$ROOT_DIR")/shared/wheels} # a folder with a CPU build of torch
 server_pid=
 
@@ -48,15 +47,36 @@ build() {
   save
 }
 
+# Archives are named after the image's content, so that what did not change is neither saved nor loaded again.
+archive() { echo "$CACHE/images/$1-$(docker image inspect -f '{{.Id}}' "kvern/$1:e2e" | cut -c8-19).tar"; }
+
 save() {
-  local ids
-  ids=$(docker image inspect -f '{{.Id}}' "${IMAGES[@]}")
-  if [ -f "$ARCHIVE" ] && [ "$ids" = "$(cat "$ARCHIVE.ids" 2>/dev/null)" ]; then note "kept"; return; fi
+  local name file said=
   mkdir -p "$CACHE/images"
-  docker save -o "$ARCHIVE.part" "${IMAGES[@]}"
-  mv "$ARCHIVE.part" "$ARCHIVE"
-  echo "$ids" >"$ARCHIVE.ids"
-  note "built, $(docker image inspect -f '{{index .RepoTags 0}} {{.Size}}' "${IMAGES[@]}" | awk '{ printf "%s %.0f MB  ", $1, $2 / 1e6 }')"
+  for name in "${IMAGES[@]}"; do
+    file=$(archive "$name")
+    ln -sfn "$(basename "$file")" "$CACHE/images/$name.tar"
+    if [ -f "$file" ]; then said+="$name kept  "; continue; fi
+    docker save -o "$file.part" "kvern/$name:e2e"
+    find "$CACHE/images" -name "$name-*.tar" -delete
+    mv "$file.part" "$file"
+    said+="$name $(docker image inspect -f '{{.Size}}' "kvern/$name:e2e" | awk '{ printf "%.0f MB", $1 / 1e6 }')  "
+  done
+  docker image prune -f --filter until=168h >/dev/null # what no build has used for a week
+  note "$said"
+}
+
+# What the cluster that is up has been given is remembered beside its kubeconfig.
+load() {
+  local name file said=
+  for name in "${IMAGES[@]}"; do
+    file=$(readlink -f "$CACHE/images/$name.tar")
+    if grep -qsx "$file" "$RUN/loaded"; then continue; fi
+    in_cluster_net kind load image-archive "$file" --name "$CLUSTER_NAME"
+    echo "$file" >>"$RUN/loaded"
+    said+="$name  "
+  done
+  note "${said:-nothing new}"
 }
 
 trap '[ -z "$server_pid" ] || kill "$server_pid" 2>/dev/null || true' EXIT
@@ -64,7 +84,6 @@ case ${1:-} in
   build) build ;;
   load)
     use_cluster_engine
-    in_cluster_net kind load image-archive "$ARCHIVE" --name "$CLUSTER_NAME"
-    note "$(du -h "$ARCHIVE" | cut -f1)" ;;
+    load ;;
   *) die "images.sh: '${1:-}'? It knows build and load" ;;
 esac

@@ -54,6 +54,7 @@ Y
 }
 
 configuration >"$RUN/kind.yaml"
+rm -f "$RUN/loaded"
 in_cluster_net kind create cluster --config "$RUN/kind.yaml" --kubeconfig "$KUBECONFIG" --wait 180s
 for _ in $(seq 100); do
   [ "$(in_cluster_net kubectl get nodes -o name | wc -l)" = 2 ] && break
