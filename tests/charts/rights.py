@@ -21,6 +21,7 @@ ALWAYS: set[Right] = {
     ("kvern.dev", "inferenceservices/finalizers", "update"),
     ("", "pods", "list"),
     ("", "pods", "watch"),
+    ("", "pods", "patch"),
     ("", "events", "list"),
     ("events.k8s.io", "events", "create"),
 }

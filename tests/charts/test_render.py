@@ -173,6 +173,7 @@ def test_one_role_a_concern_and_no_star(render: Any, namespaces: list[str]) -> N
     assert {o["metadata"]["name"].removeprefix("kvern-operator-") for o in roles} == {
         "resource",
         "children",
+        "routers",
         "causes",
         "secrets",
         "events",

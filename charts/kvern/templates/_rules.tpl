@@ -56,6 +56,16 @@ yet. tests/charts compare the rules with what the operator's code builds.
   verbs: [list]
 {{- end }}
 
+{{/*
+A router reads its replicas from a ConfigMap, which the kubelet mounts anew once a minute, or at once where the pod
+changes: an annotation does that. Rights have no finer grain than the pod.
+*/}}
+{{- define "kvern.rules.routers" -}}
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [patch]
+{{- end }}
+
 {{/* A service's admin token is derived, not remembered: no Secret is ever read. */}}
 {{- define "kvern.rules.secrets" -}}
 - apiGroups: [""]
