@@ -13,8 +13,8 @@ from kvern_operator.api.status import InferenceServiceStatus
 from kvern_operator.api.types import API_VERSION, KIND
 from kvern_operator.desired import meta
 from kvern_operator.kube import PLURALS, ApiError, KubeClient, collection
-from kvern_operator.mirror import Live, Mirror
-from kvern_operator.observe import Scene
+from kvern_operator.mirror import REFRESHED, Live, Mirror
+from kvern_operator.observe import Refresh, Scene
 from kvern_operator.observed import Object, Refusal
 from kvern_operator.queue import Key
 from kvern_operator.reconcile import Plan
@@ -53,6 +53,7 @@ class Executor:
     def __init__(self, client: KubeClient, mirror: Mirror, prober: Prober) -> None:
         self._client, self._mirror, self._prober = client, mirror, prober
         self._secrets: dict[str, bool] = {}  # UID of a service -> made, or to be made again
+        self._refreshed: dict[Key, dict[str, str]] = {}  # UID of a pod -> digest
         self._idle: dict[tuple[Key, str, str], tuple[str, int]] = {}
 
     def has_secret(self, uid: str, has_replicas: bool) -> bool:
@@ -67,6 +68,7 @@ class Executor:
     def forget(self, key: Key, uid: str) -> None:
         """The service is gone."""
         self._secrets.pop(uid, None)
+        self._refreshed.pop(key, None)
         self._idle = {name: seen for name, seen in self._idle.items() if name[0] != key}
 
     async def dry_run(self, objects: tuple[Object, ...]) -> list[Refusal]:
@@ -96,12 +98,28 @@ class Executor:
         await asyncio.gather(
             *(self._prober.tell(key, pods[name], draining=draining) for name, draining in tell if name in pods)
         )
+        if not any(obj["kind"] == "ConfigMap" for obj in plan.apply):
+            # A kubelet that hears of the pod before it hears of the ConfigMap mounts the old one: so this comes a pass
+            # later, when our own watch has brought the ConfigMap.
+            await asyncio.gather(*(self._refresh(key, refresh) for refresh in scene.refresh))
         for kind, name in plan.delete:
             live = scene.live.get((kind, name))
             if live is not None:
                 await self._client.delete(kind, key[0], name, live.uid)
                 self._mirror.deleted(key, live)
         return outcome
+
+    async def _refresh(self, key: Key, refresh: Refresh) -> None:
+        """Make a pod's kubelet mount its ConfigMaps anew. Where that fails it does so by itself within a minute."""
+        told = self._refreshed.setdefault(key, {})
+        if told.get(refresh.uid) == refresh.digest:
+            return
+        told[refresh.uid] = refresh.digest
+        try:
+            await self._client.annotate_pod(key[0], refresh.name, refresh.uid, {REFRESHED: refresh.digest})
+        except ApiError as error:
+            if error.status not in (404, 409):
+                log.warning("pod %s/%s hears of its replicas late: %s", key[0], refresh.name, error)
 
     async def _apply(self, key: Key, uid: str, obj: Object, live: Live | None, outcome: Outcome) -> None:
         try:

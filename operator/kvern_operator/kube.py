@@ -21,6 +21,7 @@ from kvern_operator.observed import Object
 
 JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
 
 PLURALS = {
     "Secret": "secrets",
@@ -163,6 +164,12 @@ class KubeClient:
     async def create(self, obj: Object, kind_path: str) -> None:
         """POST one object."""
         await self._write("POST", kind_path, query={"fieldManager": meta.MANAGER}, body=obj)
+
+    async def annotate_pod(self, namespace: str, name: str, uid: str, annotations: dict[str, str]) -> None:
+        """Set annotations of the pod that has this UID."""
+        path = f"{collection('v1', 'pods', namespace)}/{name}"
+        body = {"metadata": {"uid": uid, "annotations": annotations}}
+        await self._write("PATCH", path, query={"fieldManager": meta.MANAGER}, body=body, content_type=MERGE)
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str = "") -> None:
         """Delete a child, if it still is the one with this UID; its own children go in the background."""

@@ -17,6 +17,8 @@ from kvern_operator.desired import meta
 from kvern_operator.observed import Object
 from kvern_operator.queue import Clock, Key
 
+# On a router's pod: the hash of the list of replicas that its kubelet was last made to mount.
+REFRESHED = "kvern.dev/replicas"
 LONGEST_LAG = 120.0  # seconds after which the watch is believed, whatever was written
 
 
@@ -79,11 +81,14 @@ _CONTAINER = ("name", "image", "ports", "resources")
 
 def trim_pod(body: Mapping[str, Any]) -> Object:
     """What is read of a pod: who it is, its ports, its status."""
-    spec = body.get("spec") or {}
+    spec, annotations = body.get("spec") or {}, body["metadata"].get("annotations") or {}
+    metadata = {k: _plain(v) for k, v in body["metadata"].items() if k in _POD_METADATA}
+    if REFRESHED in annotations:
+        metadata["annotations"] = {REFRESHED: annotations[REFRESHED]}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {k: _plain(v) for k, v in body["metadata"].items() if k in _POD_METADATA},
+        "metadata": metadata,
         "spec": {
             "nodeName": spec.get("nodeName"),
             "terminationGracePeriodSeconds": spec.get("terminationGracePeriodSeconds"),

@@ -4,7 +4,7 @@ It decides one thing only: which objects are this service's own. A name can stil
 name, or be on its way out; such an object is not taken for ours, and nothing is applied to it before it is gone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
@@ -13,20 +13,33 @@ from kvern_operator.admin import Report, Target
 from kvern_operator.api.status import InferenceServiceStatus
 from kvern_operator.api.types import InferenceService
 from kvern_operator.desired import meta
-from kvern_operator.mirror import Live
+from kvern_operator.desired.router import router_name
+from kvern_operator.mirror import REFRESHED, Live
 from kvern_operator.observed import Notice, Object, Observed, Pod, Refusal
 from kvern_operator.pods import read_pod
 
 
 @dataclass(frozen=True)
+class Refresh:
+    """A kubelet looks at mounted ConfigMaps once a minute, and at once when the pod itself changes: so an annotation on
+    a router's pod, `digest`, takes the list of replicas to it within a second or two."""
+
+    name: str
+    uid: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class Scene:
     """`observed` is for reconcile. `live`: own children by (kind, name). `taken`: names that others hold for now.
-    `targets`: pods to ask, `leaving`: the UIDs of those whose replica drains."""
+    `targets`: pods to ask, `leaving`: the UIDs of those whose replica drains. `refresh`: routers' pods whose
+    kubelet has not been told yet that the list of replicas has changed."""
 
     observed: Observed
     live: Mapping[tuple[str, str], Live]
     taken: frozenset[tuple[str, str]]
     targets: tuple[Target, ...] = ()
+    refresh: tuple[Refresh, ...] = ()
     leaving: frozenset[str] = frozenset()
 
 
@@ -57,6 +70,7 @@ def observe(
             live[child.kind, child.name] = child
         else:
             taken.add((child.kind, child.name))
+    pods = list(pods)
     seen = [_pod(obj, live, reports) for obj in pods]
     stuck = any(p.component == meta.ENGINE and p.reason == "Unschedulable" for p in seen)
     leaving = {n for (k, n), c in live.items() if k == "StatefulSet" and meta.annotation(c.obj, meta.DRAINING_SINCE)}
@@ -79,7 +93,19 @@ def observe(
             if p.admin_address and p.running and not p.terminating
         ),
         leaving=frozenset(p.uid for p in seen if p.owner in leaving),
+        refresh=tuple(_to_refresh(live.get(("ConfigMap", router_name(service))), pods, seen)),
     )
+
+
+def _to_refresh(listed: Live | None, pods: Iterable[Object], seen: Iterable[Pod]) -> Iterator[Refresh]:
+    """Routers that run, and may have mounted another list than this one."""
+    if listed is None:
+        return
+    digest = meta.digest(listed.obj.get("data") or {})
+    for obj, pod in zip(pods, seen, strict=True):
+        runs = pod.component == meta.ROUTER and pod.running and not pod.terminating
+        if runs and meta.annotation(obj, REFRESHED) != digest:
+            yield Refresh(pod.name, pod.uid, digest)
 
 
 def is_own(child: Live, uid: str) -> bool:

@@ -122,6 +122,8 @@ class FakeApi:
         if method == "GET":
             return await self._read(request, path)
         dry = request.query.get("dryRun") == "All"
+        if method == "PATCH" and request.content_type == "application/merge-patch+json":
+            return self._merge(path, body)
         if method == "PATCH":
             return self._apply(path, body, dry)
         if method == "POST":
@@ -138,6 +140,14 @@ class FakeApi:
             return _status(409, "the UID in the precondition does not match")
         self.remove(path)
         return web.json_response({"kind": "Status", "status": "Success"})
+
+    def _merge(self, path: str, body: dict) -> web.Response:
+        """Annotations only, with the UID as a precondition."""
+        old = self.objects.get(path)
+        if old is None or body["metadata"]["uid"] != old["metadata"]["uid"]:
+            return _status(409 if old else 404, "the UID in the precondition does not match")
+        annotations = {**old["metadata"].get("annotations", {}), **body["metadata"]["annotations"]}
+        return web.json_response(self.put(path, {**old, "metadata": {**old["metadata"], "annotations": annotations}}))
 
     def _replace(self, path: str, body: dict) -> web.Response:
         if body["metadata"].get("resourceVersion") not in (None, self.objects[path]["metadata"]["resourceVersion"]):

@@ -62,6 +62,37 @@ async def test_an_unchanged_service_makes_no_request_at_all(bench, api):
     assert api.requests == []
 
 
+async def test_routers_hear_of_their_replicas_at_once(bench, api):
+    """A change of the pod makes its kubelet mount the ConfigMap that has changed."""
+    bench.create()
+    await bench.work()
+    router = path("Pod", "smol-router-abc")
+    bench.run_pod("smol-router-abc")
+    await bench.settle()
+    first = api.objects[router]["metadata"]["annotations"]["kvern.dev/replicas"]
+    bench.run_pod("smol-r0-0")
+    await bench.work()
+    assert api.writes()[-1][1] != router  # not in the pass that writes the list: the kubelet is to have it before
+    await bench.settle()
+    second = api.objects[router]["metadata"]["annotations"]["kvern.dev/replicas"]
+    assert second != first
+    assert "annotations" not in api.objects[path("Pod", "smol-r0-0")]["metadata"]
+    api.requests.clear()
+    bench.pump()
+    await bench.work()
+    assert api.writes() == []
+
+
+async def test_a_router_that_cannot_be_told_is_no_failure(bench, api, caplog):
+    bench.create()
+    await bench.work()
+    bench.run_pod("smol-router-abc")
+    api.refuse = lambda m, p, b: (403, "pods is forbidden") if "/pods/" in p else None
+    await bench.work()
+    await bench.work()
+    assert caplog.text.count("pod team-a/smol-router-abc hears of its replicas late: pods is forbidden") == 1
+
+
 async def test_own_writes_are_seen_before_the_watch_brings_them(bench, api):
     bench.create({"replicas": 2})
     await bench.work()
