@@ -178,6 +178,10 @@ class Client:
         answer: Object = json.loads(text.strip().splitlines()[-1])
         return answer
 
+    def complete(self, url: str, *options: str, timeout: float = 180) -> Object:
+        """The same of tiny-kjv, which has no chat template."""
+        return self.ask(url, "tiny-kjv", "In the beginning", "--completion", *options, timeout=timeout)
+
 
 CLIENT_POD = """
 apiVersion: v1

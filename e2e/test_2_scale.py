@@ -18,7 +18,7 @@ def test_kubectl_scale_spreads_over_both_nodes(service: Make, client: Client) ->
     one.wait_ready(30)
     nodes = {pod["spec"]["nodeName"] for pod in one.pods()}
     assert len(nodes) == 2, nodes
-    answers = client.ask(one.url, "tiny-kjv", "In the beginning", "--requests", "12", "--parallel", "4")
+    answers = client.complete(one.url, "--requests", "12", "--parallel", "4")
     assert (answers["answers"], answers["errors"]) == (12, 0), answers
 
     kubectl("-n", one.namespace, "scale", "infs/tiny", "--replicas=1")
@@ -28,7 +28,7 @@ def test_kubectl_scale_spreads_over_both_nodes(service: Make, client: Client) ->
     one.wait_reason("ScaledToZero", seconds=60)
     eventually("no engine pod left", lambda: not one.pods(), 90)
     kubectl("-n", one.namespace, "scale", "infs/tiny", "--replicas=1")
-    answer = client.ask(one.url, "tiny-kjv", "In the beginning")  # held until the replica answers
+    answer = client.complete(one.url)  # held until the replica answers
     assert answer["errors"] == 0 and answer["chunks"] > 0, answer
 
 
@@ -60,7 +60,7 @@ def test_hpa_scales_up_and_down(service: Make, client: Client) -> None:
         every=2,
     )
     hard = ("--parallel", "4", "--requests", "4", "--seconds", "45", "--max-tokens", "200")
-    load = client.ask(one.url, "tiny-kjv", "In the beginning", *hard)
+    load = client.complete(one.url, *hard)
     assert load["errors"] == 0, load
     eventually("two replicas wanted", lambda: one.object()["spec"]["replicas"] == 2, 60, every=2)
     eventually("two replicas ready", lambda: one.object()["status"]["readyReplicas"] == 2, 90)
@@ -77,7 +77,7 @@ def test_tensor_parallel_replica_on_fake_gpus(service: Make, client: Client) -> 
     assert pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
     status = one.object()["status"]
     assert status["parallelism"]["current"] == 2 and status["capacity"]["gpus"] == 2, status
-    answer = client.ask(one.url, "tiny-kjv", "In the beginning")
+    answer = client.complete(one.url)
     assert answer["errors"] == 0 and answer["chunks"] > 0, answer
     text = " ".join(f"{c['reason']} {c['message']}" for c in status["conditions"])
     assert "CPU" in text, text
@@ -94,5 +94,5 @@ def test_suspend_and_resume(service: Make, client: Client) -> None:
     kubectl("-n", one.namespace, "patch", "infs", "tiny", "--type=merge", "-p", '{"spec": {"suspend": false}}')
     one.wait_ready()
     started = time.monotonic()
-    assert client.ask(one.url, "tiny-kjv", "In the beginning")["errors"] == 0
+    assert client.complete(one.url)["errors"] == 0
     assert time.monotonic() - started < 30

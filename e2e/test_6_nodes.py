@@ -19,7 +19,7 @@ def test_a_replica_of_two_pods_answers_and_goes_as_one(service: Make, client: Cl
     assert names == ["spanning-r0-0", "spanning-r0-1"]
     status = one.object()["status"]
     assert (status["replicas"], status["readyReplicas"], status["parallelism"]["current"]) == (1, 1, 2), status
-    answer = client.ask(one.url, "tiny-kjv", "In the beginning", "--requests", "4")
+    answer = client.complete(one.url, "--requests", "4")
     assert (answer["answers"], answer["errors"]) == (4, 0), answer
     assert one.condition("MetricsAvailable")["status"] == "True"
     kubectl("-n", one.namespace, "scale", "infs/spanning", "--replicas=0")
