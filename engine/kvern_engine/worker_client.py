@@ -1,8 +1,8 @@
 """How an engine core reaches its workers: in processes of their own, here or in another pod, or in this process.
 
 `GroupWorkerClient` speaks to all ranks of one engine: the same plan to each, encoded once; results from the rank that
-answers. It notices when a rank dies (pidfd, or its connection closes) or hangs (ZeroMQ's heartbeats, which the other
-side's I/O thread answers without Python), and says which and why. What is said is in `core/plan.py`, the sockets are
+answers. It notices when a rank dies (pidfd, or its connection closes) or hangs (the state of its process; ZeroMQ's
+heartbeats, which the other side's I/O thread answers without Python), and says which and why. What is said is in `core/plan.py`, the sockets are
 in `transport.py`, what a death means is decided by the core and the supervisor.
 """
 
@@ -27,7 +27,12 @@ from kvern_engine.transport import connect, decode_from_worker, encode, worker_i
 Progress = Callable[[str, float], None]
 
 HEARTBEAT_SECONDS = 0.5
-SILENCE_SECONDS = 2.5  # without an answer to heartbeats a rank counts as hung: its engine must end within 5 s
+# So long a process may be stopped, or a rank in another pod silent: its engine must end within 5 s.
+SILENCE_SECONDS = 2.5
+# A process of this pod that is not stopped and yet answers no heartbeat only lacks a processor, as a rule: on a machine
+# with ten times more work than cores an I/O thread was seen to wait for seconds.
+STARVED_SECONDS = 20.0
+_STATE_SECONDS = 0.25  # how often the state of a process is looked at
 _SLICE_MS = 100  # how often the ranks are looked after while a result is awaited
 _VERDICT_SECONDS = 0.3  # a rank that fails may only have lost another one: so long the culprit has time to show
 _SECOND_HAND = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "distributed")
@@ -91,6 +96,8 @@ class _Link:
         self.failure: str | None = None  # its own last words
         self.failed_to_load = False
         self._lost = False
+        self._looked = 0.0  # when the state of its process was read last
+        self._stopped_since: float | None = None
         self.pidfd = -1
         if peer.pid is not None:
             try:
@@ -98,12 +105,13 @@ class _Link:
             except ProcessLookupError:
                 raise WorkerDiedError(peer.rank, self._gone()) from None
         self.plans = connect(context, zmq.PUSH, folder, worker_in(peer.rank))
-        self.results = connect(context, zmq.PULL, folder, worker_out(peer.rank), heartbeat=self._beats())
+        self.results = connect(context, zmq.PULL, folder, worker_out(peer.rank), heartbeat=self._beats(peer.pid))
         self._monitor = self.results.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
 
     @staticmethod
-    def _beats() -> tuple[int, int]:
-        return int(HEARTBEAT_SECONDS * 1000), int(SILENCE_SECONDS * 1000)
+    def _beats(pid: int | None) -> tuple[int, int]:
+        silence = SILENCE_SECONDS if pid is None else STARVED_SECONDS
+        return int(HEARTBEAT_SECONDS * 1000), int(silence * 1000)
 
     def _gone(self) -> str:
         return f"its process (pid {self._pid}) is gone"
@@ -121,6 +129,8 @@ class _Link:
         """Why this rank can no longer be reckoned with, its own words apart; None while it lives."""
         if self.has_ended:
             return self._gone()
+        if self._stopped_for_long():
+            return f"its process (pid {self._pid}) is stopped (SIGSTOP), no sign of life for {SILENCE_SECONDS:g} s"
         self._watch_connection()
         if not self._lost:
             return None
@@ -128,9 +138,19 @@ class _Link:
             return f"its connection to {self._place} is lost (the pod has ended, hangs or cannot be reached)"
         if self.pidfd >= 0 and self._wait_for_end(0.2):
             return self._gone()
-        if _is_stopped(self._pid):
-            return f"its process (pid {self._pid}) is stopped (SIGSTOP), no sign of life for {SILENCE_SECONDS:g} s"
-        return f"its process (pid {self._pid}) hangs, no sign of life for {SILENCE_SECONDS:g} s"
+        return f"its process (pid {self._pid}) hangs, no sign of life for {STARVED_SECONDS:g} s"
+
+    def _stopped_for_long(self) -> bool:
+        if self._pid is None:
+            return False
+        now = time.monotonic()
+        if now - self._looked >= _STATE_SECONDS:
+            self._looked = now
+            if not _is_stopped(self._pid):
+                self._stopped_since = None
+            elif self._stopped_since is None:
+                self._stopped_since = now
+        return self._stopped_since is not None and now - self._stopped_since >= SILENCE_SECONDS
 
     def _watch_connection(self) -> None:
         while self._monitor.poll(0):

@@ -69,7 +69,7 @@ def builtin_model(name: str) -> BuiltinModel:
     known = [*BUILTIN_MODELS, *BUNDLED_MODELS]
     if name in BUNDLED_MODELS:
         raise ModelNotFoundError(_bundled_elsewhere(name))
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean builtin://{near[0]}?" if near else "there are: " + ", ".join(sorted(known))
     raise ModelNotFoundError(f"no built-in model {name!r}; {hint}")
 
