@@ -2,8 +2,8 @@
 
 `GroupWorkerClient` speaks to all ranks of one engine: the same plan to each, encoded once; results from the rank that
 answers. It notices when a rank dies (pidfd, or its connection closes) or hangs (the state of its process; ZeroMQ's
-heartbeats, which the other side's I/O thread answers without Python), and says which and why. What is said is in `core/plan.py`, the sockets are
-in `transport.py`, what a death means is decided by the core and the supervisor.
+heartbeats, which the other side's I/O thread answers without Python), and says which and why. What is said is in
+`core/plan.py`, the sockets are in `transport.py`, what a death means is decided by the core and the supervisor.
 """
 
 import os
