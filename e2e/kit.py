@@ -20,6 +20,8 @@ RESTRICTED = {
     "pod-security.kubernetes.io/enforce": "restricted",
     "pod-security.kubernetes.io/enforce-version": "latest",
 }
+# Nobody listens there, on any node: refused at once, where a name would be looked up for minutes.
+NO_SUCH_IMAGE = "127.0.0.1:9/no-such-engine:v9"
 Object = dict[str, Any]
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 import kit
-from kit import Object, Service, kubectl, run
+from kit import Object, Service, eventually, kubectl, run
 
 Make = Callable[..., Service]
 
@@ -46,9 +46,9 @@ def test_wrong_model_path(service: Make) -> None:
 
 
 def test_image_that_does_not_exist(service: Make) -> None:
-    one = service("unpullable", engine={"image": "kvern.invalid/no-such-engine:v9"})
+    one = service("unpullable", engine={"image": kit.NO_SUCH_IMAGE})
     ready = one.wait_reason("ErrImagePull", "ImagePullBackOff")
-    check(one, ready, "Image", "kvern.invalid/no-such-engine:v9")
+    check(one, ready, "Image", kit.NO_SUCH_IMAGE)
 
 
 def test_more_gpus_than_any_node_has(service: Make) -> None:
@@ -89,8 +89,8 @@ def test_quota(service: Make, namespace: str) -> None:
 
 def test_a_corrected_manifest_heals(service: Make) -> None:
     """From a wrong image to the right one: the service comes up without anything to delete by hand."""
-    one = service("mended", engine={"image": "kvern.invalid/no-such-engine:v9"})
+    one = service("mended", engine={"image": kit.NO_SUCH_IMAGE})
     one.wait_reason("ErrImagePull", "ImagePullBackOff")
     one.apply(kit.manifest("mended"))
     one.wait_ready()
-    assert one.condition("Degraded")["status"] == "False"
+    eventually("no longer degraded", lambda: one.condition("Degraded").get("status") == "False", 30)

@@ -23,7 +23,7 @@ def left(namespace: str) -> list[str]:
 STATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "pending": ({"resources": {"gpusPerPod": 64}, "parallelism": {"tensor": {"size": 1}}}, ("Unschedulable",)),
     "loading": ({"uri": "builtin://smollm2-135m"}, ("Loading", "Creating", "Scheduling")),
-    "failed": ({"engine": {"image": "kvern.invalid/none:v1"}}, ("ErrImagePull", "ImagePullBackOff")),
+    "failed": ({"engine": {"image": kit.NO_SUCH_IMAGE}}, ("ErrImagePull", "ImagePullBackOff")),
     "suspended": ({"suspend": True}, ("Suspended",)),
     "zero": ({"replicas": 0}, ("ScaledToZero",)),
     "ready": ({}, ("AllReplicasReady",)),

@@ -45,7 +45,7 @@ def test_no_drift(operator: None, namespace: str, mode: str) -> None:
 
 def test_idle_operator_writes_nothing(service: Make) -> None:
     """With services ready, broken and scaled to zero, the only write is the Lease's."""
-    broken = service("broken", engine={"image": "kvern.invalid/none:v1"})
+    broken = service("broken", engine={"image": kit.NO_SUCH_IMAGE})
     quiet = [service("ready"), service("zero", replicas=0), broken]
     quiet[0].wait_ready()
     quiet[1].wait_reason("ScaledToZero")
