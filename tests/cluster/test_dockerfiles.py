@@ -1,8 +1,12 @@
 """The Dockerfiles, read as text: no engine is needed to see that they keep to what pods are promised."""
 
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,3 +78,22 @@ def test_hadolint_finds_nothing(path: Path) -> None:
         pytest.skip("hadolint is not in this environment")
     done = subprocess.run([str(hadolint), "--no-color", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_process_1_ends_at_sigterm_before_it_has_a_handler(tmp_path: Path) -> None:
+    """Seen where a PID namespace may be made; elsewhere the images still carry the file."""
+    for path in DOCKERFILES[:2]:
+        assert "cp process-1.pth /kvern/lib/python3*/site-packages/" in path.read_text()
+    if subprocess.run(["unshare", "-p", "-f", "true"], capture_output=True).returncode != 0:
+        pytest.skip("no PID namespace may be made here")
+    shutil.copy(ROOT / "operator" / "process-1.pth", tmp_path)
+    program = f"import site, time; site.addsitedir({str(tmp_path)!r}); print('up', flush=True); time.sleep(20)"
+    with subprocess.Popen(
+        ["unshare", "-p", "-f", sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as outer:
+        assert outer.stdout is not None and outer.stdout.readline() == "up\n"
+        (child,) = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+        start = time.monotonic()
+        os.kill(int(child), signal.SIGTERM)
+        assert outer.wait(timeout=15) == 143
+        assert time.monotonic() - start < 5
