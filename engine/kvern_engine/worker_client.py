@@ -129,7 +129,7 @@ class _Link:
         """Why this rank can no longer be reckoned with, its own words apart; None while it lives."""
         if self.has_ended:
             return self._gone()
-        if self._stopped_for_long():
+        if self.heard and self._stopped_for_long():
             return f"its process (pid {self._pid}) is stopped (SIGSTOP), no sign of life for {SILENCE_SECONDS:g} s"
         self._watch_connection()
         if not self._lost:

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -157,10 +158,11 @@ def test_watching_on_a_terminal_changes_the_table_in_place(cluster):
     deadline = time.monotonic() + 60
     while shown.count("AllReplicasReady") < 4 and time.monotonic() < deadline:
         shown += os.read(ours, 65536).decode("utf-8", "replace")
-    process.send_signal(signal.SIGINT)
     with contextlib.suppress(OSError):  # the terminal has no other end any more
-        while last := os.read(ours, 65536):  # a full terminal would hold up the last words
-            shown += last.decode("utf-8", "replace")
+        while process.poll() is None and time.monotonic() < deadline + 60:
+            process.send_signal(signal.SIGINT)
+            while select.select([ours], [], [], 2)[0]:  # a full terminal would hold up the last words
+                shown += os.read(ours, 65536).decode("utf-8", "replace")
     assert process.wait(60) == 130
     os.close(ours)
     assert "\x1b[2mcontext kind, namespace team-a\x1b[0m" in shown

@@ -171,7 +171,7 @@ def test_applying_a_decode_plan_is_cheap() -> None:
         begin = time.perf_counter()
         builder.build(made, state.apply(made))
         times.append(time.perf_counter() - begin)
-    assert min(times) < 150e-6 * 2, f"{min(times) * 1e6:.0f} us"  # 150 us on an idle machine
+    assert min(times) < 150e-6 * 10, f"{min(times) * 1e6:.0f} us"  # 150 us on an idle machine
 
 
 def test_upload_offsets_and_cpu_views() -> None:
