@@ -2,26 +2,11 @@
 
 import pytest
 from effects import KEY, SERVICE_PATH, Bench, path
-from fake_apiserver import FakeApi
 
 from kvern_operator.apply import NAME_TAKEN
 from kvern_operator.controller import RefusedError
 from kvern_operator.desired import meta
 from kvern_operator.kube import ApiError, NotLeadingError
-
-
-@pytest.fixture
-async def api():
-    server = await FakeApi().start()
-    yield server
-    await server.stop()
-
-
-@pytest.fixture
-async def bench(api):
-    bench = Bench(api)
-    yield bench
-    await bench.close()
 
 
 async def running(bench: Bench, spec: dict | None = None) -> None:

@@ -3,8 +3,6 @@
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
-import pytest
-from fake_apiserver import FakeApi
 from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.aio.client.configuration import Configuration
@@ -91,13 +89,6 @@ def test_the_object():
     }
     assert body["eventTime"] == "2026-01-01T00:00:00.000000Z" and body["metadata"]["name"].startswith("smol.")
     assert body == to_object(Event("Warning", "OOMKilled", "x"), SERVICE, NOW, "kvern-operator-1")
-
-
-@pytest.fixture
-async def api():
-    server = await FakeApi().start()
-    yield server
-    await server.stop()
 
 
 async def test_an_event_that_is_refused_fails_nothing(api):

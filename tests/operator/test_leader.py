@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from fake_apiserver import FakeApi
 from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.aio.client.configuration import Configuration
@@ -62,13 +61,6 @@ def test_two_candidates_never_believe_at_once_that_they_lead(steps, latency):
 def test_terms_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match=r"retry 3\.0 < deadline 20 < duration 15\.0 must hold"):
         Terms(deadline=20)
-
-
-@pytest.fixture
-async def api():
-    server = await FakeApi().start()
-    yield server
-    await server.stop()
 
 
 @pytest.fixture

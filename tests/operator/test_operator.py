@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from effects import SERVICE_PATH, SETTINGS, Bench, path, until
-from fake_apiserver import FakeApi
+from effects import SERVICE_PATH, SETTINGS, path, until
 from kubernetes.aio.client.configuration import Configuration
 
 from kvern_operator import main as operator_main
@@ -19,20 +18,6 @@ from kvern_operator.leader import Terms
 from kvern_operator.main import Operator
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/kvern-system/leases/kvern-operator"
-
-
-@pytest.fixture
-async def api():
-    server = await FakeApi().start()
-    yield server
-    await server.stop()
-
-
-@pytest.fixture
-async def bench(api):
-    bench = Bench(api)  # for its hands, not for its controller
-    yield bench
-    await bench.close()
 
 
 @pytest.fixture
