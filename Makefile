@@ -45,8 +45,10 @@ types: $(VENV)/.installed-test  ## mypy, strict in the pure modules
 layers: $(VENV)/.installed-test  ## import-linter: who may import whom
 	@$(BIN)/lint-imports
 
+# Two files at a time fill two cores, and tests with real processes wait for real seconds: the few that failed beside
+# others run once more alone, named, and what fails alone fails.
 unit: $(VENV)/.installed-test  ## pytest, two files at a time
-	@$(BIN)/pytest -q -n 2 --dist loadfile
+	@$(BIN)/pytest -q -n 2 --dist loadfile || { code=$$?; [ $$code = 1 ] && tools/again.sh $(BIN)/pytest; }
 
 cluster:  ## a kind cluster with the images loaded; e2e/README.md
 	@e2e/cluster/cluster.sh up
