@@ -42,7 +42,8 @@ class LlamaAttention:
         self._q, self._kv = shard.heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
         hidden, bias, fp8 = config.hidden_size, config.attention_bias, config.fp8 is not None
         self.qkv_proj = Linear(hidden, self._q.size + 2 * self._kv.size, bias=bias, dtype=dtype, device=device, fp8=fp8)
-        self.o_proj = Linear(self._q.size, hidden, bias=bias and group.rank == 0, dtype=dtype, device=device, fp8=fp8)
+        out_bias = config.attention_out_bias and group.rank == 0
+        self.o_proj = Linear(self._q.size, hidden, bias=out_bias, dtype=dtype, device=device, fp8=fp8)
         self._kv_scale = torch.ones(2, dtype=torch.float32, device=device)  # of K and V, from the checkpoint
         self.attention = Attention(shard.heads.size, shard.kv_heads.size, config.head_dim, dtype)
 
