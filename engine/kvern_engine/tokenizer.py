@@ -11,8 +11,9 @@ from typing import Any
 import tokenizers
 
 from kvern_engine.loading.chat_template import ChatTemplate, ChatTemplateError, read_override, read_sources
-from kvern_engine.loading.config import gguf_eos, json_eos, read_json
+from kvern_engine.loading.config import json_eos, read_json
 from kvern_engine.loading.gguf import GGUFFile
+from kvern_engine.loading.gguf_config import gguf_eos
 from kvern_engine.loading.gguf_tokenizer import TokenizerError, build_tokenizer
 from kvern_engine.loading.resolve import ModelFiles
 

@@ -68,7 +68,8 @@ def _qwen3_moe(fields: Fields, eos: Eos) -> ModelConfig:
     layers = fields.count("num_hidden_layers", most=MOST["num_hidden_layers"])
     step, bias = fields.count("decoder_sparse_step", 1), fields.flag("attention_bias")
     only = _layer_list(fields, "mlp_only_layers", layers)
-    experts = fields.count("num_experts", most=MOST["num_experts"])
+    name = "num_experts" if "num_experts" in fields.content else "num_local_experts"  # what transformers 5 writes
+    experts = fields.count(name, most=MOST["num_experts"])
     return _decoder(
         fields,
         eos,

@@ -52,6 +52,7 @@ BUILTIN_MODELS = {
 # KVERN_MODELS_DIR, which the image sets.
 BUNDLED_MODELS = {"tiny-kjv": "a Llama of a million weights, trained on the King James Bible"}
 
+_SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -157,7 +158,8 @@ def _resolve_path(spec: str, path: Path) -> ModelFiles:
             raise ModelNotFoundError(
                 f"model {spec!r} is a file that does not end in .gguf; give a .gguf file or the model's folder"
             )
-        return ModelFiles(path.stem, "gguf", path.absolute())
+        parts = split_name(path.name)
+        return ModelFiles(parts[0] if parts else path.stem, "gguf", path.absolute())
     raise ModelNotFoundError(f"model {spec!r}: no such folder or file ({path.absolute()}){_hint(spec)}")
 
 
@@ -173,7 +175,7 @@ def _hint(spec: str) -> str:
 def _in_folder(spec: str, folder: Path, name: str) -> ModelFiles:
     if (folder / "config.json").is_file():
         return ModelFiles(name, "folder", folder.absolute())
-    found = sorted(folder.glob("*.gguf"))
+    found = _models_of(sorted(folder.glob("*.gguf")))
     if len(found) == 1:
         return ModelFiles(name, "gguf", found[0].absolute())
     if found:
@@ -182,3 +184,18 @@ def _in_folder(spec: str, folder: Path, name: str) -> ModelFiles:
     raise ModelNotFoundError(
         f"model {spec!r}: the folder {folder.absolute()} holds neither config.json nor a .gguf file"
     )
+
+
+def _models_of(paths: list[Path]) -> list[Path]:
+    """Of the files of a split model only the first."""
+    firsts: dict[str, Path] = {}
+    for path in paths:
+        parts = split_name(path.name)
+        firsts.setdefault(f"{parts[0]} {parts[2]}" if parts else path.name, path)
+    return list(firsts.values())
+
+
+def split_name(name: str) -> tuple[str, int, int] | None:
+    """(stem, number from 1, count) of a split GGUF model's file name, NAME-00001-of-00003.gguf; None for any other."""
+    match = _SPLIT_NAME.fullmatch(name)
+    return (match["stem"], int(match["number"]), int(match["count"])) if match else None

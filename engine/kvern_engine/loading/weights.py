@@ -1,7 +1,7 @@
 """Reads a checkpoint's tensors, or parts of them, one at a time under their Hugging Face names. The only module here
 with torch.
 
-Whoever builds the model compares `weight_shapes` with its own parameters first (`check_weights`), then copies what
+Whoever builds a model compares its tensors with `stored_tensors` first (`check_weights`), then copies what
 `iter_weights` gives: tensors are never all in memory twice. Files are mapped: several ranks that read one file at the
 same time share its pages, each touching those of its own parts.
 """
@@ -10,21 +10,15 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from kvern_engine.loading.checkpoint import (
-    WeightsError,
-    check_weights,
-    gguf_names,
-    known_name,
-    safetensors_shards,
-    weight_shapes,
-)
+from kvern_engine.loading.checkpoint import WeightsError, known_name, safetensors_shards, weight_shapes
 from kvern_engine.loading.gguf import GGUFFile
+from kvern_engine.loading.gguf_names import hf_sources, read_source
 from kvern_engine.loading.parts import WeightPart
 from kvern_engine.loading.quantized import canonical_shape
 from kvern_engine.loading.resolve import ModelFiles
 from kvern_engine.model_config import ModelConfig
 
-__all__ = ["WeightsError", "check_weights", "iter_weights", "undo_rotary_permutation", "weight_shapes"]
+__all__ = ["WeightsError", "iter_weights", "weight_shapes"]
 
 Parts = Mapping[str, WeightPart]
 
@@ -64,20 +58,7 @@ def _safetensors_weights(
 
 def _gguf_weights(files: ModelFiles, config: ModelConfig, parts: Parts | None) -> Iterator[tuple[str, torch.Tensor]]:
     file = GGUFFile(files.path)
-    for name, own in gguf_names(file).items():
-        if parts is not None and name not in parts:
-            continue
-        part = parts[name] if parts is not None else WeightPart.whole(*file.tensors[own].shape)
-        tensor = torch.from_numpy(file.dequantize(own, part))
-        rotated = ".self_attn.q_proj." in name or ".self_attn.k_proj." in name
-        yield name, undo_rotary_permutation(tensor, tensor.shape[0] // config.head_dim) if rotated else tensor
-
-
-def undo_rotary_permutation(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a Q or K projection (weight [heads * D, in] or bias [heads * D]) from GGUF's order to Hugging Face's.
-
-    GGUF rotates neighbours (2i, 2i+1) of a head, Hugging Face rotates (i, i + D/2): within each head, row 2i+j of
-    GGUF is row j*D/2+i here.
-    """
-    pairs = tensor.shape[0] // heads // 2
-    return tensor.reshape(heads, pairs, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    for name, source in hf_sources(file).items():
+        if parts is None or name in parts:
+            part = parts[name] if parts is not None else WeightPart.whole(*source.shape)
+            yield name, torch.from_numpy(read_source(file, source, part, config.head_dim))

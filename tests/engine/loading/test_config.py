@@ -98,6 +98,9 @@ LLAMA3 = {
 }
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -129,17 +132,54 @@ def test_generation_defaults(folder: Callable[..., ModelFiles]) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, "'Qwen2ForCausalLM' is not supported; supported: LlamaForCausalLM"),
+        ({"architectures": ["BertModel"]}, "'BertModel' is not supported; supported: LlamaForCausalLM, Mist"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "is not supported (the nearest is Qwen3ForCausalLM); supported"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of names, got 'LlamaForCausalLM'"),
         ({"architectures": None}, "architecture None is not supported"),
+        ({"architectures": [], "model_type": "mamba"}, "architecture 'mamba' is not supported"),
         ({"hidden_size": None}, "hidden_size is missing; it must be a whole number above 0"),
         ({"vocab_size": "many"}, "vocab_size must be a whole number above 0, got 'many'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number above 0, got 0"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers must be a whole number above 0, got -2"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number above 0, got True"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers must be a whole number above 0, got 2.0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number above 0 and at most 4,096, got 10000"),
+        (
+            {"vocab_size": 1 << 300},
+            "vocab_size must be a whole number above 0 and at most 16,777,216, got a number of 3",
+        ),
+        ({"hidden_size": 1 << 40}, "hidden_size must be a whole number above 0 and at most 262,144, got 1099511627776"),
+        ({"intermediate_size": "512"}, "intermediate_size must be a whole number above 0, got '512'"),
+        ({"max_position_embeddings": [128]}, "max_position_embeddings must be a whole number above 0, got [128]"),
+        ({"vocab_size": "9" * 1000}, "got '" + "9" * 80 + "'... (1,000 characters)"),
+        ({"num_attention_heads": 1 << 20}, "num_attention_heads must be a whole number above 0 and at most 4,096"),
         ({"num_key_value_heads": 3}, "8 attention heads cannot be shared by 3 KV heads"),
         ({"hidden_size": 250}, "head_dim is missing and hidden_size 250 is not a multiple of num_attention_heads 8"),
         ({"head_dim": 33}, "head_dim must be even for rotary embeddings, got 33"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        ({"hidden_act": "gelu"}, "hidden_act must be one of silu, swish, got 'gelu'"),
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a number above 0, got -1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0, got nan"),
         ({"rope_theta": "big"}, "rope_theta must be a number above 0, got 'big'"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a number above 0, got inf"),
+        ({"rope_theta": 10**400}, "rope_theta must be a number above 0, got a number of"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+        ({"bos_token_id": -1}, "bos_token_id must be a token id, got -1"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
+        ({"rope_scaling": {"type": "spiral"}}, "rope_scaling.type must be one of default, linear, dynamic, yarn, "),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing; it must be a number above 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -4}}, "rope_scaling.factor must be a number above 0, got -4"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [1.0]}}, "rope_scaling.long_factor must be a list of 16 numbers"),
+        (
+            {"rope_scaling": {**LONGROPE, "long_factor": [0] * 16}},
+            "rope_scaling.long_factor.0 must be a number above 0",
+        ),
+        ({"rope_scaling": {**LONGROPE, "short_mscale": 1}}, "rope_scaling.short_mscale must be absent: it is not supp"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1}},
+            "must be above low_freq_factor (1",
+        ),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be above 0 and at most 1, got 1.5"),
+        ({"partial_rotary_factor": 0.1}, "an even number of the 32 dimensions of a head must be rotated, got 3"),
         ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
         ({"torch_dtype": "float64"}, "torch_dtype must be one of float32, float16, bfloat16, got 'float64'"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id must be a token id or a list of them, got ['</s>']"),
@@ -155,14 +195,37 @@ def test_errors_name_field_value_and_rule(
     assert text in str(caught.value) and str(files.path) in str(caught.value)
 
 
-def test_unreadable_files(folder: Callable[..., ModelFiles]) -> None:
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"{", "not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
+        (b'{"vocab_size": 1,\n "hidden_size" 2}', "not valid JSON: Expecting ':' delimiter: line 2 column 16"),
+        (b"[]", "expected a JSON object, got list"),
+        (b"\xff\xfe{}", "not valid JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b"", "not valid JSON: Expecting value: line 1 column 1"),
+        (b'{"a":' + b"[" * 200_000, "not valid JSON: nested too deeply"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not valid JSON: Exceeds the limit (4300 digits)"),
+        (b'{"a": "' + b"x" * (16 << 20) + b'"}', "has 16,777,225 bytes; at most 16,777,216 are read of such a file"),
+    ],
+)
+def test_unreadable_files(folder: Callable[..., ModelFiles], content: bytes, text: str) -> None:
     files = folder()
-    for content, text in (("{", "not valid JSON"), ("[]", "expected a JSON object, got list")):
-        (files.path / "config.json").write_text(content)
-        with pytest.raises(ModelConfigError, match=text):
-            read_model_config(files)
-    (files.path / "config.json").unlink()
+    (files.path / "config.json").write_bytes(content)
+    with pytest.raises(ModelConfigError) as caught:
+        read_model_config(files)
+    assert str(caught.value).startswith(f"{files.path / 'config.json'}: {text}")
+
+
+def test_files_that_are_none(folder: Callable[..., ModelFiles]) -> None:
+    files = folder()
+    path = files.path / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark, as some editors write it
+    assert read_model_config(files).vocab_size == 1000
+    path.unlink()
     with pytest.raises(ModelConfigError, match=r"config\.json: no such file"):
+        read_model_config(files)
+    path.mkdir()
+    with pytest.raises(ModelConfigError, match=r"config\.json: cannot be read: Is a directory"):
         read_model_config(files)
 
 
@@ -217,12 +280,22 @@ def test_gguf_rope_scaling(write_gguf: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"architecture": "mamba"}, "GGUF architecture 'mamba' is not supported; supported: llama"),
+        ({"architecture": "mamba"}, "GGUF architecture 'mamba' is not supported; supported: llama, qwen2, qwen3"),
         ({"llama__block_count": None}, "block_count is missing"),
         ({"llama__attention__layer_norm_rms_epsilon": None}, "attention.layer_norm_rms_epsilon is missing"),
         ({"llama__rope__dimension_count": 16, "llama__attention__key_length": 32}, "partial rotary is not supported"),
-        ({"llama__expert_count": 8}, "mixtures of experts are not supported"),
-        ({"llama__rope__scaling__type": "longrope"}, "rope.scaling.type must be none, linear or yarn, got 'longrope'"),
+        ({"llama__expert_count": 8}, "expert_used_count is missing; it must be a whole number above 0"),
+        (
+            {"llama__expert_count": 4, "llama__expert_used_count": 5},
+            "expert_used_count must be a whole number above 0 and at most 4, got 5",
+        ),
+        (
+            {"llama__expert_count": 4, "llama__expert_used_count": 2, "llama__expert_gating_func": 2},
+            "expert_gating_func must be absent or 1: others are not supported, got 2",
+        ),
+        ({"llama__rope__scaling__type": "odd"}, "rope.scaling.type must be none, linear, yarn or longrope, got 'odd'"),
+        ({"llama__attention__value_length": 64}, "attention.value_length must be that of keys (32)"),
+        ({"tokenizer__ggml__bos_token_id": "x"}, "tokenizer.ggml.bos_token_id must be a token id, got 'x'"),
         ({"tensors": {}}, "tensor 'token_embd.weight' is missing"),
     ],
 )

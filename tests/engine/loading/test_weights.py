@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvern_engine.loading.checkpoint import hf_name
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.gguf import GGUFFile
 from kvern_engine.loading.parts import WeightPart
@@ -89,9 +88,6 @@ def test_gguf_equals_transformers_loader(write_gguf: Callable[..., Path], quant:
 
 
 def test_gguf_names_and_biases(write_gguf: Callable[..., Path]) -> None:
-    assert hf_name("blk.12.ffn_down.weight") == "model.layers.12.mlp.down_proj.weight"
-    assert hf_name("output.weight") == "lm_head.weight" and hf_name("blk.0.attn_q.bias")
-    assert hf_name("blk.0.ssm_a.weight") is None and hf_name("rope_freqs.weight") is None and hf_name("odd") is None
     bias = np.arange(128, dtype=np.float32)
     tensors = {
         "token_embd.weight": np.zeros((320, 128), np.float32),
@@ -189,7 +185,7 @@ def test_check_weights_names_everything() -> None:
         check_weights({f"w{index}": (1,) for index in range(9)}, {})
 
 
-@pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("quant", ["F32", "BF16", "Q5_1"])
 def test_parts_of_a_gguf_file_are_cut_from_the_whole(write_gguf: Callable[..., Path], quant: str) -> None:
     """Rows of whole heads, columns that begin and end within quantization blocks."""
     files = ModelFiles("m", "gguf", write_gguf(quant=quant))
