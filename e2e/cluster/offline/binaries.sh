@@ -7,6 +7,8 @@ export CGO_ENABLED=0 GOCACHE=$CACHE/go/build GOMODCACHE=$CACHE/go/pkg GOTOOLCHAI
 JOBS=${KVERN_E2E_GO_JOBS:-2}
 built=() kept=0
 
+# Where Go's own installer puts it, which a shell without a profile does not look into.
+command -v go >/dev/null || PATH=$PATH:/usr/local/go/bin
 command -v go >/dev/null || die "go is not on PATH: these programs are built from their Go modules; install Go 1.26"
 go version | grep -Eq 'go1\.(2[6-9]|[3-9][0-9])' || die "Kubernetes $KUBERNETES_VERSION needs Go 1.26, this is $(go version)"
 
