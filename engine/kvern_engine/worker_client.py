@@ -93,6 +93,7 @@ class _Link:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str, peer: Peer) -> None:
         self.rank, self._pid, self._place = peer.rank, peer.pid, peer.place
         self.heard = False  # it has said something, or answered a connection
+        self.ready: WorkerReady | None = None  # what it said last when it had loaded
         self.failure: str | None = None  # its own last words
         self.failed_to_load = False
         self._lost = False
@@ -166,7 +167,7 @@ class _Link:
         return bool(poller.poll(int(seconds * 1000)))
 
     def receive(self) -> StepResult | WorkerReady | WorkerProgress | None:
-        """The next message that is here; notes last words in `failure`."""
+        """The next message that is here; keeps what must not be missed, whoever reads it: `ready` and `failure`."""
         try:
             message: FromWorker = decode_from_worker(self.results.recv(zmq.NOBLOCK))
         except zmq.Again:
@@ -175,6 +176,8 @@ class _Link:
         if isinstance(message, WorkerFailed):
             self.failure, self.failed_to_load = message.message, message.during == "load"
             return None
+        if isinstance(message, WorkerReady):
+            self.ready = message
         return message
 
     def close(self) -> None:
@@ -285,18 +288,16 @@ class GroupWorkerClient:
         """Block until every rank has loaded; passes the answering one's progress on. Raises ValueError with the words
         of a rank that cannot load, WorkerDiedError naming those that are gone or were never heard of."""
         begin = time.monotonic()
-        ready: dict[int, WorkerReady] = {}
         poller = zmq.Poller()
         self.watch(poller)
         for link in self._links:
             poller.register(link.results, zmq.POLLIN)
-        while len(ready) < len(self._links):
+        # What is counted is what the links have kept: `check` reads from them too.
+        while len(ready := [link.ready for link in self._links if link.ready is not None]) < len(self._links):
             poller.poll(_SLICE_MS)
             for link in self._links:
                 while (message := link.receive()) is not None:
-                    if isinstance(message, WorkerReady):
-                        ready[link.rank] = message
-                    elif isinstance(message, WorkerProgress) and progress is not None and link is self._answering:
+                    if isinstance(message, WorkerProgress) and progress is not None and link is self._answering:
                         progress(message.phase, message.fraction)
             try:
                 self.check()
@@ -305,7 +306,7 @@ class GroupWorkerClient:
                     raise ValueError(error.reason) from None  # for the user, who has to change something
                 raise
             self._check_joined(time.monotonic() - begin)
-        return merge_ready([ready[link.rank] for link in self._links])
+        return merge_ready(ready)
 
     def _check_joined(self, waited: float) -> None:
         missing = [link.rank for link in self._links if not link.heard]

@@ -145,6 +145,25 @@ def test_a_rank_that_cannot_load_is_quoted(make) -> None:
         client.wait_ready()
 
 
+def test_a_rank_that_gets_ready_while_the_others_are_looked_after_is_not_missed(make, monkeypatch) -> None:
+    """Ranks that do not answer are read in `check` as well: what they say there, the only time, counts."""
+    client, ranks = make(3, answering=2)
+    check, looked = GroupWorkerClient.check, []
+
+    def says_it_now(self: GroupWorkerClient) -> None:
+        if not looked:
+            ranks[0].say(READY)
+            assert self._links[0].results.poll(10_000)  # it is here, after the ranks were read and before `check`
+            for number in (1, 2):
+                ranks[number].say(msgspec.structs.replace(READY, rank=number))
+        looked.append(True)
+        assert len(looked) < 300, "wait_ready has missed that rank 0 is ready"
+        check(self)
+
+    monkeypatch.setattr(GroupWorkerClient, "check", says_it_now)
+    assert client.wait_ready().kv_bytes == 3 * READY.kv_bytes
+
+
 def test_missing_workers_are_named(make, tmp_path: Path) -> None:
     context: zmq.Context = zmq.Context()
     _, ranks = make(1)
