@@ -8,13 +8,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 
 from kvern_operator.queue import Key
+from kvern_operator.waiting import wait_or_timeout
 
 log = logging.getLogger("kvern.admin")
 
@@ -189,5 +189,4 @@ class _Asked:
                     self._take(replace(self.report, in_flight=None))
             wait = pace.leaving if self._leaving else pace.silent if self._failures else pace.usual
             self._hurried.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._hurried.wait(), wait * random.uniform(0.9, 1.1))
+            await wait_or_timeout(self._hurried, wait * random.uniform(0.9, 1.1))

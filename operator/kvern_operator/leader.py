@@ -157,7 +157,8 @@ class Elector:
         self._renewed = float("-inf")
         record = replace(self._sighting.record, holder="", duration=1, renewed=_stamp())
         with contextlib.suppress(ApiError, TimeoutError):
-            await asyncio.wait_for(self._write(record), self._terms.retry)
+            async with asyncio.timeout(self._terms.retry):
+                await self._write(record)
             log.info("the lease is released")
 
     async def _try(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvern_operator.kube import ApiError, KubeClient, collection
 from kvern_operator.observed import Notice, Object
 from kvern_operator.queue import Clock, Key
+from kvern_operator.waiting import wait_or_timeout
 
 log = logging.getLogger("kvern.notices")
 
@@ -100,10 +101,7 @@ class NoticeReader:
                 await self._read(namespace, [key for key in due if key[0] == namespace])
             times = [wanted.due for wanted in self._wanted.values()]
             wait = max(min(times) - self._clock(), 0.05) if times else None
-            try:
-                await asyncio.wait_for(self._more.wait(), wait)
-            except TimeoutError:
-                continue
+            await wait_or_timeout(self._more, wait)
 
     async def _read(self, namespace: str, keys: list[Key]) -> None:
         try:

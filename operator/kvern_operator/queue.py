@@ -6,7 +6,6 @@ services does not make a wave of all of them that comes back for ever.
 """
 
 import asyncio
-import contextlib
 import heapq
 import itertools
 import logging
@@ -14,6 +13,8 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+
+from kvern_operator.waiting import wait_or_timeout
 
 log = logging.getLogger("kvern.queue")
 
@@ -180,8 +181,7 @@ class Workers:
                     self._running[task] = key
                     task.add_done_callback(self._ended)
                 full = len(self._running) >= self._concurrency
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), None if full else self.queue.wait())
+                await wait_or_timeout(self._changed, None if full else self.queue.wait())
         finally:
             tasks = list(self._running)
             for task in tasks:

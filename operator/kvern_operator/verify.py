@@ -15,6 +15,7 @@ from kvern_operator.desired import meta
 from kvern_operator.kube import PLURALS, ApiError, KubeClient, collection
 from kvern_operator.mirror import Mirror
 from kvern_operator.queue import Key
+from kvern_operator.waiting import wait_or_timeout
 
 log = logging.getLogger("kvern.verify")
 
@@ -76,10 +77,9 @@ class Verifier:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            try:
-                await asyncio.wait_for(self._more.wait(), EVERY)
+            if await wait_or_timeout(self._more, EVERY):
                 await asyncio.sleep(SOON)
-            except TimeoutError:
+            else:
                 self._due.update(self._paths)
             self._more.clear()
             due, self._due = self._due, set()

@@ -85,7 +85,8 @@ class Router:
         while any(c.unfinished for c in self.clients) and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
             self._ended.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), min(left_s, 0.1))  # uploads end without the event
+                async with asyncio.timeout(min(left_s, 0.1)):  # uploads end without the event
+                    await self._ended.wait()
         left = self._exchanges()
         if left:
             log.warning("drain timeout: %d requests are ended", len(left))

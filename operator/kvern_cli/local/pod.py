@@ -5,7 +5,6 @@ grace period between SIGTERM and SIGKILL. It keeps one container (the first) and
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from kvern_cli.local.launch import LOOPBACK, Launch, container_of
 from kvern_cli.local.process import ChildProcess
 from kvern_operator.desired.meta import ROUTER
 from kvern_operator.observed import Object, Pod
+from kvern_operator.waiting import wait_or_timeout
 
 
 @dataclass(frozen=True)
@@ -211,8 +211,7 @@ class LocalPod:
             self._changed()
 
     async def _sleep(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+        await wait_or_timeout(self._stopping, seconds)
 
     # ------------------------------------------------------------ probes
 
@@ -336,8 +335,7 @@ class LocalPod:
         await self._stopping.wait()
         process.terminate()
         grace = self.template["spec"].get("terminationGracePeriodSeconds", 30)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._kill_now.wait(), grace)
+        await wait_or_timeout(self._kill_now, grace)
         process.kill()
 
 

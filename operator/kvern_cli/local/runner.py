@@ -27,6 +27,7 @@ from kvern_operator.api.types import InferenceService, immutable_changes
 from kvern_operator.desired import meta
 from kvern_operator.reconcile import Plan, reconcile
 from kvern_operator.settings import Settings
+from kvern_operator.waiting import wait_or_timeout
 
 TICK = 0.25  # seconds between looks at the file, and at most between passes
 HOPELESS = 3  # starts in a row that failed, after which a waiting question is given up
@@ -145,8 +146,7 @@ class Runner:
         self._cluster.changed.set()
 
     async def _wait(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._cluster.changed.wait(), TICK)
+        await wait_or_timeout(self._cluster.changed, TICK)
         self._cluster.changed.clear()
 
     def _pass(self) -> None:
