@@ -1,151 +1,159 @@
-"""Which tensors a checkpoint holds, under their Hugging Face names and with their shapes; no torch, nothing is loaded.
+"""Which tensors a checkpoint holds, under the names that models know, and how they differ from what a model needs; no
+torch, nothing is loaded.
 
-`weights.py` reads the tensors. Keeping the names and shapes apart lets a model be refused before memory is taken.
+`weights.py` reads the tensors. Keeping names, shapes and types apart lets a model be refused before memory is taken.
 """
 
-import json
+import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvern_engine.loading.config import read_json
 from kvern_engine.loading.gguf import GGUFFile
+from kvern_engine.loading.gguf_names import hf_sources
 from kvern_engine.loading.quantized import canonical_name, canonical_shape
 from kvern_engine.loading.resolve import ModelFiles
+from kvern_engine.loading.safetensors_files import (
+    NAMES_IN_ERROR,
+    StoredTensor,
+    WeightsError,
+    read_tensors,
+    safetensors_shards,
+    some,
+)
 from kvern_engine.model_config import ModelConfig
 
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
-_NAMES_IN_ERROR = 4
+__all__ = [
+    "ExpectedTensor",
+    "StoredTensor",
+    "WeightsError",
+    "check_weights",
+    "known_name",
+    "safetensors_shards",
+    "stored_tensors",
+    "weight_shapes",
+]
 
-_GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_GGUF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_IGNORED = frozenset({"rope_freqs.weight"})  # read by config.py
-_GGUF_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
+_FP8 = "F8_E4M3"
+_WHOLE_NUMBERS = frozenset(("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"))
+_NOT_FLOATS = _WHOLE_NUMBERS | {"C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+_NEAR = 2000  # names among which the nearest one is looked for
 
-
-class WeightsError(ValueError):
-    """A checkpoint does not hold the tensors that the model needs; the text names them."""
-
-
-def hf_name(gguf_name: str) -> str | None:
-    """Hugging Face name of a GGUF tensor of the Llama family; None where there is no such name."""
-    match = _GGUF_TENSOR.fullmatch(gguf_name)
-    if match is None:
-        return None
-    if match["layer"] is None:
-        module = _GGUF_NAMES.get(match["module"])
-        return f"{module}.{match['kind']}" if module else None
-    module = _GGUF_LAYER_NAMES.get(match["module"])
-    return f"model.layers.{match['layer']}.{module}.{match['kind']}" if module else None
+# Constants that old exports saved as tensors: models compute them.
+_CONSTANTS = re.compile(r".*\.rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|.*\.attn\.(?:bias|masked_bias)")
+_GPT2_BARE = re.compile(r"(?:h\.\d+|wte|wpe|ln_f)\..*")
+_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
 
 
-def gguf_names(file: GGUFFile) -> dict[str, str]:
-    """HF name -> GGUF name of every tensor that a model reads; a tensor without an HF name keeps its own, so that
-    `check_weights` reports it."""
-    return {hf_name(name) or name: name for name in file.tensors if name not in _GGUF_IGNORED}
+@dataclass(frozen=True)
+class ExpectedTensor:
+    """A tensor that a model needs: its `shape`, and whether it must be stored in FP8 (E4M3) rather than in any type of
+    floating point from 16 bits on or, in a GGUF file, in quantized blocks."""
+
+    shape: tuple[int, ...]
+    fp8: bool = False
+
+    def takes(self, dtype: str) -> bool:
+        """Whether a tensor stored as `dtype` will do."""
+        return dtype == _FP8 if self.fp8 else dtype != _FP8 and dtype not in _NOT_FLOATS
 
 
-def weight_shapes(files: ModelFiles, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors that `iter_weights` will give, read from headers alone.
+def stored_tensors(files: ModelFiles, config: ModelConfig) -> dict[str, StoredTensor]:
+    """All tensors that `iter_weights` will give, by the names that models know, read from headers alone.
 
     Raises WeightsError where shards are missing or damaged, GGUFError for a damaged GGUF file.
     """
     if files.kind == "gguf":
         file = GGUFFile(files.path)
-        return {name: file.tensors[own].shape for name, own in gguf_names(file).items()}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for shard in safetensors_shards(files.path):
-        shapes.update(_shard_shapes(shard))
-    known = ((known_name(own, config), shape) for own, shape in shapes.items())
-    if config.fp8 is None:
-        return {name: shape for name, shape in known if name is not None}
-    return {name: canonical_shape(name, shape) for name, shape in known if name is not None}
+        return {
+            name: StoredTensor(files.path, source.shape, file.tensors[source.tensor].type_name, 0)
+            for name, source in hf_sources(file).items()
+        }
+    found: dict[str, StoredTensor] = {}
+    for own, tensor in read_tensors(files.path).items():
+        name = known_name(own, config)
+        if name is None:
+            continue
+        if name in found:
+            raise WeightsError(
+                f"{tensor.file}: tensor {own} comes twice, under another name in {found[name].file.name}"
+            )
+        if config.fp8 is not None:
+            shape = canonical_shape(name, tensor.shape)
+            tensor = StoredTensor(tensor.file, shape, tensor.dtype, tensor.nbytes)
+        found[name] = tensor
+    return found
+
+
+def weight_shapes(files: ModelFiles, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of `stored_tensors`."""
+    return {name: tensor.shape for name, tensor in stored_tensors(files, config).items()}
 
 
 def known_name(name: str, config: ModelConfig) -> str | None:
     """The name of a safetensors file's tensor as models know it; None for tensors that carry nothing: constants that
-    old exports saved, a tied head, scales that are not used."""
-    if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"):
+    old exports saved, a tied head, scales that are not used, the image part of a model of text and images."""
+    if config.architecture == "Gemma3ForCausalLM":
+        if name.startswith(_IMAGE_PARTS):
+            return None
+        for prefix, instead in _TEXT_PREFIXES.items():
+            if name.startswith(prefix):
+                name = instead + name.removeprefix(prefix)
+                break
+    if config.architecture == "GPT2LMHeadModel" and _GPT2_BARE.fullmatch(name):
+        name = f"transformer.{name}"  # files of the bare model, as the original ones are
+    if _CONSTANTS.fullmatch(name) and not (name.endswith(".bias") and config.architecture != "GPT2LMHeadModel"):
+        return None
+    if config.tie_word_embeddings and name == "lm_head.weight":
         return None
     return name if config.fp8 is None else canonical_name(name)
 
 
-def safetensors_shards(folder: Path) -> list[Path]:
-    """The .safetensors files of a folder, from its index where it has one. Raises WeightsError."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise WeightsError(f"{index}: weight_map is missing")
-        shards = [folder / name for name in sorted(set(weight_map.values()))]
-        missing = [shard.name for shard in shards if not shard.is_file()]
-        if missing:
-            raise WeightsError(
-                f"{folder}: {len(missing)} of {len(shards)} shards named by {index.name} are missing: {_some(missing)}"
-            )
-        return shards
-    single = folder / "model.safetensors"
-    shards = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if shards:
-        return shards
-    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-    hint = f"; {_some(pickled)} may hold pickled code and are not read: convert them to safetensors" if pickled else ""
-    raise WeightsError(f"{folder}: no .safetensors file{hint}")
-
-
-def _shard_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes from a safetensors header: 8 bytes length (little-endian), then JSON."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise WeightsError(f"{path}: not a safetensors file or truncated ({size:,} bytes); download it again")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise WeightsError(f"{path}: the safetensors header is damaged: {error}") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end > size:
-        raise WeightsError(
-            f"{path}: truncated: its tensors end at byte {end:,}, the file has {size:,}; download it again"
-        )
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
-
-
-def check_weights(expected: Mapping[str, tuple[int, ...]], available: Mapping[str, tuple[int, ...]]) -> None:
-    """Compares what a model needs with what a checkpoint has; raises WeightsError naming every kind of difference."""
-    missing = [name for name in expected if name not in available]
-    unexpected = [name for name in available if name not in expected]
-    misshapen = [
-        f"{name} is {_shape(available[name])}, must be {_shape(shape)}"
-        for name, shape in expected.items()
-        if name in available and tuple(available[name]) != tuple(shape)
-    ]
+def check_weights(
+    expected: Mapping[str, ExpectedTensor], stored: Mapping[str, StoredTensor], place: Path | str
+) -> None:
+    """Compares what a model needs with what its checkpoint at `place` has; raises WeightsError naming every kind of
+    difference: file, tensor, what was found, what is needed, the nearest name."""
+    missing = [name for name in expected if name not in stored]
+    unexpected = [name for name in stored if name not in expected]
+    misshapen, mistyped = [], []
+    for name, tensor in stored.items():
+        wanted = expected.get(name)
+        if wanted is None:
+            continue
+        if tensor.shape != wanted.shape:
+            misshapen.append(f"{_in_file(name, tensor)} is {_shape(tensor.shape)}, must be {_shape(wanted.shape)}")
+        elif not wanted.takes(tensor.dtype):
+            types = _FP8 if wanted.fp8 else "F32, F16 or BF16"
+            mistyped.append(f"{_in_file(name, tensor)} is {tensor.dtype}, must be {types}")
     problems = [
-        f"{len(found)} {what}: {_some(found)}"
-        for what, found in (("missing", missing), ("unexpected", unexpected), ("of the wrong shape", misshapen))
+        f"{len(found):,} {what}: {some(shown)}"
+        for what, found, shown in (
+            ("missing", missing, _with_near(missing, unexpected)),
+            ("unexpected", unexpected, [_in_file(name, stored[name]) for name in unexpected]),
+            ("of the wrong shape", misshapen, misshapen),
+            ("of the wrong type", mistyped, mistyped),
+        )
         if found
     ]
     if problems:
-        raise WeightsError("the checkpoint does not fit the model: tensors " + "; ".join(problems))
+        raise WeightsError(f"{place}: the checkpoint does not fit the model: tensors " + "; ".join(problems))
 
 
-def _shape(shape: Iterable[int]) -> str:
+def _with_near(missing: list[str], unexpected: list[str]) -> list[str]:
+    """The missing names, those that will be shown with the unexpected name that is nearest to them."""
+    shown = []
+    for name in missing[:NAMES_IN_ERROR]:
+        near = difflib.get_close_matches(name, unexpected[:_NEAR], n=1, cutoff=0.7)
+        shown.append(f"{name} (the nearest there is: {near[0]})" if near else name)
+    return shown + missing[NAMES_IN_ERROR:]
+
+
+def _in_file(name: str, tensor: StoredTensor) -> str:
+    return f"{name} in {tensor.file.name}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_IN_ERROR])
-    rest = len(names) - _NAMES_IN_ERROR
-    return f"{shown} and {rest} more" if rest > 0 else shown

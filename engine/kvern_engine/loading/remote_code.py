@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvern_engine.loading.fields import read_json
+from kvern_engine.loading.resolve import ModelFiles
+
 _CAUSAL = "AutoModelForCausalLM"
 
 
@@ -43,6 +46,26 @@ def remote_code(content: Mapping[str, Any], folder: Path) -> RemoteCode | None:
     file = f"{module or rest}.py"
     present = not separator and "/" not in file and len(file) < 256 and (folder / file).is_file()
     return RemoteCode(auto_class, _short(file), _short(python_class) or "?", _short(repository) or None, present)
+
+
+def remote_code_note(files: ModelFiles, trusted: bool) -> str | None:
+    """What to tell about the code that a model's folder brings, once its architecture has turned out to be one that
+    Kvern runs; None where there is none. `trusted`: whether --trust-remote-code was given. Raises ModelConfigError."""
+    code = None
+    if files.kind == "folder":
+        code = remote_code(read_json(files.path / "config.json"), files.path)
+    if code is None:
+        return None
+    if trusted:
+        return (
+            f"trust_remote_code has no effect: elsewhere it would run {code.file} (class {code.python_class}) of the "
+            "model; Kvern never runs code of a model, and computes this one with its own implementation of the "
+            "architecture"
+        )
+    return (
+        f"the model brings code, {code.file} (class {code.python_class}), which is not run: Kvern computes it with its "
+        "own implementation of the architecture"
+    )
 
 
 def _first(value: object) -> str | None:
