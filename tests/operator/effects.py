@@ -155,7 +155,7 @@ class Bench:
         return stored
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for something that happens beside the test."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - nothing tells when

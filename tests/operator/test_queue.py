@@ -183,9 +183,10 @@ async def test_workers_run_keys_side_by_side_and_one_key_never_twice():
 
 
 async def test_cancelled_workers_take_their_passes_with_them():
-    ended = asyncio.Event()
+    began, ended = asyncio.Event(), asyncio.Event()
 
     async def work(_):
+        began.set()
         try:
             await asyncio.sleep(60)
         finally:
@@ -194,7 +195,7 @@ async def test_cancelled_workers_take_their_passes_with_them():
     workers = Workers(KeyQueue(), work)
     task = asyncio.create_task(workers.run())
     workers.add(A, 0)
-    await asyncio.sleep(0.02)
+    await began.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert ended.is_set()
