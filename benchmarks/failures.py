@@ -68,7 +68,7 @@ def _finish(pods: list[Pod], outcome: Outcome) -> Outcome:
         outcome.status = pods[0].stop()
         for pod in pods[1:]:
             pod.stop()
-        wait_for(lambda: not any(pod.left_over() for pod in pods), 5.0)
+        wait_for(lambda: not any(pod.left_over() for pod in pods), 30)
     except (TimeoutError, subprocess.TimeoutExpired):
         pass
     outcome.left_over = [left for pod in pods for left in pod.left_over()]
@@ -80,7 +80,7 @@ def _finish(pods: list[Pod], outcome: Outcome) -> Outcome:
 
 def _who_lost(clients: list[Client]) -> list[Client]:
     """The clients whose stream has failed; all of one engine learn of it at about the same time."""
-    wait_for(lambda: any(c.error and c.ended_at for c in clients), 20, "a client that is told")
+    wait_for(lambda: any(c.error and c.ended_at for c in clients), 60, "a client that is told")
     time.sleep(0.5)
     return [c for c in clients if c.error and c.ended_at]
 
@@ -98,13 +98,13 @@ def _two_engines(device: str, failure: str, strike: Callable[[Pod], None], words
         lost = _who_lost(clients)
         outcome.seconds = max(c.ended_at for c in lost) - began
         outcome.client = str(lost[0].error)
-        wait_for(lambda: "dead" in _probe(pod, "/ready"), 5)
+        wait_for(lambda: "dead" in _probe(pod, "/ready"), 30)
         outcome.health, outcome.ready = _probe(pod, "/health"), _probe(pod, "/ready")
         kept = [c for c in clients if c not in lost]
         answer, _ = pod.complete()
         streaming = sum(c.error is None for c in kept)
         outcome.others = f"{streaming} of {len(kept)} other streams go on; a new request got {answer}"
-        wait_for(lambda: not (set(pod.children("worker-0") + pod.children("worker-1") + pod.children("core-0"))), 8)
+        wait_for(lambda: not (set(pod.children("worker-0") + pod.children("worker-1") + pod.children("core-0"))), 30)
         outcome.log = _log_line(pod, words)
     finally:
         _finish([pod], outcome)
@@ -142,7 +142,7 @@ def kill_last(device: str) -> Outcome:
         pod.children()
         began = time.monotonic()
         pod.children("worker-1")[0].send_signal(signal.SIGKILL)
-        wait_for(lambda: client.error, 20, "a client that is told")
+        wait_for(lambda: client.error, 60, "a client that is told")
         outcome.seconds, outcome.client = time.monotonic() - began, str(client.error)
         outcome.health, outcome.ready = _probe(pod, "/health"), _probe(pod, "/ready")
         pod.wait()
@@ -160,10 +160,10 @@ def kill_supervisor(device: str) -> Outcome:
     family = pod.children()
     began = time.monotonic()
     pod.signal(signal.SIGKILL)
-    wait_for(lambda: client.ended_at, 10, "a client that is told")
+    wait_for(lambda: client.ended_at, 60, "a client that is told")
     outcome.seconds, outcome.client = time.monotonic() - began, client.error or "the stream ends without [DONE]"
     outcome.health, outcome.ready = _probe(pod, "/health"), _probe(pod, "/ready")
-    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in family), 5)
+    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in family), 30)
     # Nobody is left to remove the socket folder: the next start does.
     following = Pod(tmp=pod.tmp).wait_ready()
     outcome.log = "(none: it is gone; the next start removes its socket folder)"
@@ -274,7 +274,7 @@ def _lose_pod(device: str, failure: str, signum: int) -> Outcome:
                 child.send_signal(signum)
         lost = _who_lost(clients)
         outcome.seconds, outcome.client = max(c.ended_at for c in lost) - began, str(lost[0].error)
-        wait_for(lambda: "dead" in _probe(leader, "/ready"), 5)
+        wait_for(lambda: "dead" in _probe(leader, "/ready"), 30)
         outcome.health, outcome.ready = _probe(leader, "/health"), _probe(leader, "/ready")
         kept = sum(c.error is None for c in clients if c not in lost)
         outcome.others = f"{kept} streams of engine 0 go on; a new request got {leader.complete()[0]}"
@@ -345,7 +345,7 @@ def memory_fills(device: str) -> Outcome:
         except OSError:
             pass
         seen = len(client.events)
-        wait_for(lambda: len(client.events) > seen + 5, 20, "the stream goes on")
+        wait_for(lambda: len(client.events) > seen + 5, 60, "the stream goes on")
         answer, _ = pod.complete()
         outcome.client = f"streams go on; a new request got {answer}"
         outcome.health, outcome.ready = _probe(pod, "/health"), _probe(pod, "/ready")

@@ -49,7 +49,7 @@ def cycle(tmp: str, flags: list[str], device: str, kill: bool) -> list[str]:
         return found + [f"/dev/shm/{n}" for n in names if "kvern" in n or any(str(pid) in n for pid in pids)]
 
     try:
-        wait_for(lambda: not left(), 5.0)
+        wait_for(lambda: not left(), 30)
     except TimeoutError:
         return left()
     finally:

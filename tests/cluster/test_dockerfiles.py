@@ -87,7 +87,7 @@ def test_process_1_ends_at_sigterm_before_it_has_a_handler(tmp_path: Path) -> No
     if subprocess.run(["unshare", "-p", "-f", "true"], capture_output=True).returncode != 0:
         pytest.skip("no PID namespace may be made here")
     shutil.copy(ROOT / "operator" / "process-1.pth", tmp_path)
-    program = f"import site, time; site.addsitedir({str(tmp_path)!r}); print('up', flush=True); time.sleep(20)"
+    program = f"import site, time; site.addsitedir({str(tmp_path)!r}); print('up', flush=True); time.sleep(60)"
     with subprocess.Popen(
         ["unshare", "-p", "-f", sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
     ) as outer:
@@ -95,5 +95,5 @@ def test_process_1_ends_at_sigterm_before_it_has_a_handler(tmp_path: Path) -> No
         (child,) = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
         start = time.monotonic()
         os.kill(int(child), signal.SIGTERM)
-        assert outer.wait(timeout=15) == 143
-        assert time.monotonic() - start < 5
+        assert outer.wait(timeout=60) == 143
+        assert time.monotonic() - start < 30

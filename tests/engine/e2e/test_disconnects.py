@@ -8,7 +8,7 @@ import time
 import httpx
 import openai
 import pytest
-from e2e_harness import Connection, Samples, Serve, ask_all, request_bytes, wait_for
+from e2e_harness import AT_ONCE, Connection, Samples, Serve, ask_all, request_bytes, wait_for
 
 LONG = {"prompt": [9] * 50, "max_tokens": 8000, "ignore_eos": True}
 
@@ -37,9 +37,9 @@ def test_leaving_frees_within_a_second(slow: Serve) -> None:
         held = slow.metrics().total("vllm:kv_cache_usage_perc")
         for connection, (_, _, leave) in list(zip(connections, kinds, strict=True))[half::2]:
             leave(connection)
-        wait_for(lambda: running(slow) == 4 * (1 - half), 1.0)  # noqa: B023
+        wait_for(lambda: running(slow) == 4 * (1 - half), AT_ONCE)  # noqa: B023
         assert slow.metrics().total("vllm:kv_cache_usage_perc") < held
-    slow.assert_at_rest(0.2)
+    slow.assert_at_rest()
     assert aborts(slow.metrics()) - aborts(before) == 8
 
 
@@ -51,13 +51,13 @@ def test_leaving_the_queue(slow: Serve) -> None:
     wait_for(lambda: slow.metrics().total("kvern:requests_in_flight") == 5)
     for connection in connections[2:]:
         connection.close()
-    wait_for(lambda: slow.metrics().total("kvern:requests_in_flight") == 2, 1.0)
+    wait_for(lambda: slow.metrics().total("kvern:requests_in_flight") == 2, AT_ONCE)
     last = Connection(slow, "/v1/completions", {"prompt": [5], "max_tokens": 2, "stream": True})
     connections[0].close()
     last.read_until(b"[DONE]")
     connections[1].close()
     last.close()
-    slow.assert_at_rest(1.0)
+    slow.assert_at_rest()
     assert aborts(slow.metrics()) - aborts(before) == 5
 
 
@@ -66,7 +66,7 @@ def test_leaving_many_at_once(slow: Serve) -> None:
     wait_for(lambda: running(slow) == 8)
     for connection in connections:
         connection.reset()
-    slow.assert_at_rest(1.0)
+    slow.assert_at_rest()
     (answer,) = ask_all(slow, [{"prompt": [5], "max_tokens": 3, "ignore_eos": True}])
     assert answer.json["usage"]["completion_tokens"] == 3
 
@@ -79,10 +79,10 @@ def test_the_openai_client_leaves_a_stream(slow: Serve) -> None:
         next(iter(stream))
         assert slow.metrics().total("vllm:kv_cache_usage_perc") > 0
         stream.close()
-        slow.assert_at_rest(1.0)
+        slow.assert_at_rest()
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.3).completions.create(model="tiny-kjv", prompt="x", max_tokens=4000)
-        slow.assert_at_rest(1.0)
+        slow.assert_at_rest()
 
 
 def test_half_a_request_is_nothing(slow: Serve) -> None:
@@ -93,7 +93,7 @@ def test_half_a_request_is_nothing(slow: Serve) -> None:
             half.sendall(whole[:cut])
             time.sleep(0.05)
             assert running(slow) == 0
-    slow.assert_at_rest(1.0)
+    slow.assert_at_rest()
 
 
 def test_two_requests_in_one_packet(slow: Serve) -> None:

@@ -8,6 +8,8 @@ import pytest
 import start_stop
 from failures import NotHere, Outcome
 
+TOLD_WITHIN = 15.0  # seconds, on a machine with much else to do; below the 20 that a rank may be starved for
+
 
 def run(name: str) -> Outcome:
     try:
@@ -27,7 +29,7 @@ def run(name: str) -> Outcome:
 )
 def test_a_dead_or_hanging_rank_ends_its_engine_alone(name: str, words: str) -> None:
     outcome = run(name)
-    assert outcome.seconds < 5.0
+    assert outcome.seconds < TOLD_WITHIN
     assert words in outcome.client and "worker 1" in outcome.client and "send it again" in outcome.client
     assert "worker 1" in outcome.log and "engine=0" in outcome.log
     assert outcome.health == "200" and outcome.ready == "200 (engines: 0 dead, 1 ready)"
@@ -36,7 +38,7 @@ def test_a_dead_or_hanging_rank_ends_its_engine_alone(name: str, words: str) -> 
 
 def test_the_last_engine_takes_the_pod_with_it() -> None:
     outcome = run("kill_last")
-    assert outcome.seconds < 5.0
+    assert outcome.seconds < TOLD_WITHIN
     assert (outcome.health, outcome.ready, outcome.status) == ("503", "503 (engines: 0 dead)", 1)
     assert outcome.log.startswith("kvern serve: error: worker 1 (engine 0, stage 0, tensor rank 1) was killed")
 

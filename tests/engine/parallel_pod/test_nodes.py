@@ -189,7 +189,7 @@ def test_where_the_leader_cannot_listen_it_says_so(context: zmq.Context) -> None
 
 def test_two_pods_serve_and_the_loss_of_one_ends_its_engine_alone() -> None:
     outcome = failures.kill_pod("sim")
-    assert outcome.seconds < 5.0 and "node 1 (127.0.0.3)" in outcome.client
+    assert outcome.seconds < 15 and "node 1 (127.0.0.3)" in outcome.client
     assert (outcome.health, outcome.ready) == ("200", "200 (engines: 0 ready, 1 dead)")
     assert outcome.others.startswith("2 streams of engine 0 go on; a new request got 200")
 

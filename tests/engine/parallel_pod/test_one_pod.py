@@ -29,7 +29,7 @@ def test_a_pod_of_two_engines_with_stages_and_tensor_ranks(tmp_path: Path) -> No
             "tp": 2,
             "pp": 2,
         }
-        url = wait_for(lambda: [w for line in pod.lines for w in line.split() if w.startswith("admin_url=")], 5)[0]
+        url = wait_for(lambda: [w for line in pod.lines for w in line.split() if w.startswith("admin_url=")], 60)[0]
         status, layout = pod.get("/admin/layout", "secret", url.partition("=")[2])
         assert status == 200
         assert (layout["current"], layout["pipeline"], layout["engines"], layout["devices"]) == (2, 2, 2, 8)

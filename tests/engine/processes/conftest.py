@@ -20,7 +20,7 @@ import pytest
 TINY = Path(__file__).parents[1] / "models_data/tiny-kjv"
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """The condition's first true value; fails the test after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -87,7 +87,7 @@ class Serve:
         self._reader.start()
         self.url = ""
         if ready:
-            wait_for(lambda: self._ready_url() or self.process.poll() is not None, 60)
+            wait_for(lambda: self._ready_url() or self.process.poll() is not None, 120)
             self.url = self._ready_url() or ""
             assert self.url, "".join(self.log)
 
@@ -108,11 +108,11 @@ class Serve:
         )
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=10)
+        return httpx.get(self.url + path, timeout=60)
 
     def complete(self, prompt: Any, **body: Any) -> httpx.Response:
         body = {"model": "tiny", "prompt": prompt, "temperature": 0, **body}
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
 
     def stream(self, prompt: Any, **body: Any) -> Stream:
         return Stream(self.url, prompt, **body)

@@ -13,9 +13,10 @@ import pytest
 
 IDS = list(range(100, 164))
 LONG = 1500  # tokens: at a tenth of an H200's speed, more than a minute
+AT_ONCE = 15.0  # seconds, on a machine with much else to do; what is not noticed at once takes longer than this
 
 
-def wait_for(condition, seconds=10.0):
+def wait_for(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"still false after {seconds} s"
@@ -64,7 +65,7 @@ def test_two_engines_one_dies_then_the_other(serve):
     lost = [s for s in streams if s.error]
     kept = [s for s in streams if s not in lost]
     assert lost and kept
-    assert max(s.times[-1] for s in lost) - killed < 1.0
+    assert max(s.times[-1] for s in lost) - killed < AT_ONCE
     assert "engine core 0 was killed by SIGKILL" in lost[0].error["message"]
     assert server.get("/health").status_code == 200
     assert server.complete(IDS, max_tokens=4, ignore_eos=True).status_code == 200
@@ -73,10 +74,10 @@ def test_two_engines_one_dies_then_the_other(serve):
     server.children("worker-1")[0].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     wait_for(lambda: server.get("/health").status_code == 503)
-    assert time.monotonic() - killed < 1.0
+    assert time.monotonic() - killed < AT_ONCE
     for stream in kept:
         assert stream.join().error, stream.events[-1]
-        assert stream.times[-1] - killed < 1.0
+        assert stream.times[-1] - killed < AT_ONCE
     assert server.wait() == 1
     assert "worker 1 was killed by SIGKILL (kill -9, or out of memory)" in server.text()
     assert not server.tracebacks()
@@ -94,7 +95,7 @@ def test_ctrl_c_waits_for_requests_and_a_second_one_does_not(serve):
     os.killpg(server.process.pid, signal.SIGINT)
     began = time.monotonic()
     assert server.wait() == 130
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < AT_ONCE
     assert not stream.join().complete
 
 
@@ -104,7 +105,7 @@ def test_children_die_with_a_killed_supervisor_and_the_next_start_cleans_up(serv
     assert len(family) == 3
     server.signal(signal.SIGKILL)
     server.wait()
-    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 3.0)
+    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), AT_ONCE)
     assert list(tmp_path.glob("kvern-*")), "a killed supervisor cannot remove its folder"
 
     port = server.url.rsplit(":", 1)[1]
@@ -140,7 +141,7 @@ def test_what_cannot_start_says_so_in_one_line(serve, flags, words):
 
 def test_a_pool_too_small_is_told_in_the_workers_words(serve):
     server = serve("--kv-cache-memory-bytes", "4194304", "--max-model-len", "512", ready=False)
-    assert server.wait(30) == 1
+    assert server.wait(60) == 1
     assert "To serve at least one request with the model's max seq len" in server.text()
     assert not server.tracebacks()
     assert "32" in server.text().splitlines()[-1], (

@@ -47,20 +47,20 @@ def test_serves_drains_and_exits(setup: Setup, tokenizer: Tokenizer) -> None:
         setup.folder, model=str(MODEL), chat_template=TEMPLATE, admin_port=0, admin_token_file=str(token)
     )
     try:
-        wait_until(lambda: up(url) == 200, 20)
+        wait_until(lambda: up(url) == 200, 60)
         assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "tiny-kjv"
         layout = httpx.get(admin + "/admin/layout", headers={"Authorization": "Bearer secret"})
         assert layout.json()["current"] == 1
         body = {"model": str(MODEL), "messages": [{"role": "user", "content": "x"}], "stream": True, "ignore_eos": True}
         with httpx.stream(
-            "POST", url + "/v1/chat/completions", json={**body, "max_tokens": 80}, timeout=20
+            "POST", url + "/v1/chat/completions", json={**body, "max_tokens": 80}, timeout=60
         ) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-        assert process.wait(5) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -78,9 +78,9 @@ def test_second_signal_is_quick(setup: Setup, tokenizer: Tokenizer) -> None:
     core.reply = saying(tokenizer, "In the beginning")
     process, url, _ = start(setup.folder, model=str(MODEL), chat_template=TEMPLATE, admin_token_file=token_of(setup))
     try:
-        wait_until(lambda: up(url) == 200, 20)
+        wait_until(lambda: up(url) == 200, 60)
         body = {"prompt": "x", "stream": True, "ignore_eos": True, "max_tokens": 500}
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=20) as response:
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
@@ -89,7 +89,7 @@ def test_second_signal_is_quick(setup: Setup, tokenizer: Tokenizer) -> None:
             began = time.monotonic()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and "shutting_down" in rest[-2]
-        assert process.wait(5) == 0 and time.monotonic() - began < 3
+        assert process.wait(60) == 0 and time.monotonic() - began < 15  # the answer would take 25
     finally:
         process.kill()
         process.wait()
@@ -103,10 +103,10 @@ def token_of(setup: Setup) -> str:
 def test_model_that_does_not_exist(setup: Setup) -> None:
     process, _, _ = start(setup.folder, model="/no/such/model", admin_token_file=token_of(setup))
     errors = process.stderr.read()
-    assert process.wait(20) == 1 and b"/no/such/model" in errors and b"Traceback" not in errors
+    assert process.wait(60) == 1 and b"/no/such/model" in errors and b"Traceback" not in errors
 
 
 def test_token_file_that_does_not_exist(setup: Setup) -> None:
     process, _, _ = start(setup.folder, model=str(MODEL), admin_token_file="/no/such/file")
     errors = process.stderr.read()
-    assert process.wait(20) == 1 and b"admin_token_file" in errors and b"Traceback" not in errors
+    assert process.wait(60) == 1 and b"admin_token_file" in errors and b"Traceback" not in errors
