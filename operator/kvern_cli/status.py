@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -134,26 +135,57 @@ def _watch(view: View) -> int:
     """Until Ctrl-C: a table that changes on a terminal; elsewhere the whole again whenever something has changed."""
     blocks, said = view()  # what is wrong at the start ends it
     place.say_place(said)
-    if sys.stdout.isatty():
-        _watch_terminal(view, blocks)
-    seen: list[str] = []
-    while True:
-        lines = plain(blocks)
-        if _timeless(lines) != seen:
-            seen = _timeless(lines)
-            print("\n".join(lines), flush=True)
-        time.sleep(WATCH_SECONDS)
-        blocks = _again(view) or blocks
+    with _Interrupts() as interrupts:
+        if sys.stdout.isatty():
+            _watch_terminal(view, blocks, interrupts)
+        seen: list[str] = []
+        while True:
+            lines = plain(blocks)
+            if _timeless(lines) != seen:
+                seen = _timeless(lines)
+                print("\n".join(lines), flush=True)
+            interrupts.sleep(WATCH_SECONDS)
+            blocks = _again(view) or blocks
 
 
-def _watch_terminal(view: View, blocks: list[Block]) -> None:
+def _watch_terminal(view: View, blocks: list[Block], interrupts: "_Interrupts") -> None:
     from rich.live import Live
 
     with Live(fancy(blocks), auto_refresh=False) as live:
         while True:
-            time.sleep(WATCH_SECONDS)
+            interrupts.sleep(WATCH_SECONDS)
             blocks = _again(view) or blocks
             live.update(fancy(blocks), refresh=True)
+
+
+class _Interrupts:
+    """Ctrl-C raises KeyboardInterrupt wherever the program happens to be, and where that is a destructor or a weak
+    reference's callback Python drops it. So it is noted as well, and raised again before the next sleep."""
+
+    def __init__(self) -> None:
+        self._noted = False
+        self._before: Any = None
+
+    def __enter__(self) -> "_Interrupts":
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, *_: object) -> None:
+        self._noted = True
+        raise KeyboardInterrupt
+
+    def sleep(self, seconds: float) -> None:
+        """Raises KeyboardInterrupt where Ctrl-C came before or meanwhile."""
+        if not self._noted:
+            time.sleep(seconds)
+        if self._noted:
+            raise KeyboardInterrupt
 
 
 def _again(view: View) -> list[Block] | None:

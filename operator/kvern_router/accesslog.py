@@ -1,4 +1,5 @@
-"""The access log: one JSON line a finished request on stdout, without any content of request or response.
+"""The access log: one JSON line a finished request on stdout, without any content of request or response; and the form
+of all other lines where they are to be JSON as well.
 
 Lines are written by a thread behind a bounded queue: a reader that stops reading (a full pipe) must not stop the
 streams. Lines that do not fit are counted and the count is written with the next line that does.
@@ -7,11 +8,27 @@ streams. Lines that do not fit are counted and the count is written with the nex
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import sys
 import threading
 import time
 from typing import Any, TextIO
+
+
+class JsonFormatter(logging.Formatter):
+    """`{"time":"2026-01-31T12:00:00Z","level":"info","logger":"kvern.router","msg":"..."}`, one line an event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "msg": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, separators=(",", ":"))
 
 
 class AccessLog:

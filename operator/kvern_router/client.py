@@ -2,14 +2,19 @@
 
 Pipelined requests wait in a short queue, in order. Bad requests, limits, keys and the router's own endpoints are dealt
 with here; everything else becomes an Exchange.
+
+A client that has shut its sending side still gets its answers: its end-of-file looks like that of a client that is
+gone, so it is sent `100 Continue`, which every client of HTTP/1.1 must be able to skip and which the system of one that
+is gone answers with a reset.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 
@@ -23,6 +28,20 @@ if TYPE_CHECKING:
 MAX_PIPELINED = 8
 LINGER_SECONDS = 2.0  # a client that is still sending gets to read its refusal before the connection is closed
 WRITE_HIGH = 256 * 1024  # bytes of answer waiting for a slow client before its replica is paused
+PROBE_SECONDS = 15.0  # at most between questions whether a client that sends nothing more is still there
+FIRST_LOOKS = (0.01, 0.1)
+_TCP_CLOSE = 7  # Linux's number of the state
+
+
+def was_reset(sock: Any) -> bool:
+    """Whether the other side has reset a TCP connection: known here before anything is read or written again."""
+    option = getattr(socket, "TCP_INFO", None)
+    if sock is None or option is None:
+        return False
+    try:
+        return bool(sock.getsockopt(socket.IPPROTO_TCP, option, 1)[0] == _TCP_CLOSE)
+    except (OSError, IndexError):
+        return False
 
 
 class ClientConnection(asyncio.Protocol):
@@ -35,6 +54,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._current: Request | None = None  # being received
+        self._upgrading = b""  # the framing of a request that asks for another protocol, and has a body
         self._head_bytes = 0  # of the complete headers so far
         self._head_fed = 0  # received since the read in which the head began
         self._queue: deque[Request] = deque()
@@ -42,6 +62,9 @@ class ClientConnection(asyncio.Protocol):
         self._last_request = False  # no further request is read
         self._reading = True
         self._gone = False
+        self._eof = False  # the client sends no more
+        self._probed = 0.0
+        self._patience = 0.5  # until it is asked again, in seconds
         self._last_data = self._idle_since = self._loop.time()
         self._stalled_since: float | None = None
         self._stalled_bytes = 0
@@ -56,6 +79,10 @@ class ClientConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.peer = str(peer[0]).encode() if isinstance(peer, tuple) else b""
         self._router.clients.add(self)
+        limit = self._router.settings.max_connections
+        if len(self._router.clients) > limit:
+            message = f"The router has {limit} connections, the most it takes (max-connections); try again later"
+            self._reject(RouterError(503, message, code="router_overloaded", retry_after=1))
 
     def data_received(self, data: bytes) -> None:
         self._last_data = self._loop.time()
@@ -65,7 +92,8 @@ class ClientConnection(asyncio.Protocol):
                 self._parser.feed_data(data)
                 break
             except httptools.HttpParserUpgrade as upgrade:
-                data = data[upgrade.args[0] :]  # upgrades are ignored, as RFC 9110 (7.8) allows
+                data = data[upgrade.args[0] :]
+                self._ignore_upgrade()
             except httptools.HttpParserError as error:
                 if not self._last_request:  # what follows a last request is nobody's
                     self._reject(bad_request(f"This is not a valid HTTP/1.1 request: {error}"))
@@ -78,7 +106,32 @@ class ClientConnection(asyncio.Protocol):
                 self._reject(self._head_too_large())
 
     def eof_received(self) -> bool:
-        return False
+        """The client sends no more: answers under way go on, unless it turns out to be gone altogether."""
+        self._eof = self._last_request = True
+        if self._current is not None:  # nobody will complete it
+            self._release(self._current.size)
+            self._current = None
+        if self._exchange is None or self._exchange.request.version != "1.1":
+            return False  # HTTP/1.0 has no interim answers to ask with; proxies that speak it never close one side
+        self._probe()
+        for seconds in FIRST_LOOKS:
+            self._loop.call_later(seconds, self._look)
+        return True
+
+    def _probe(self) -> None:
+        if self._exchange is not None and self._exchange.writer.head is None:
+            self._probed = self._loop.time()
+            self.write(CONTINUE)
+
+    def _look(self) -> None:
+        """Is a client that cannot be heard any more still there?"""
+        if self._gone or self._transport is None:
+            return
+        if was_reset(self._transport.get_extra_info("socket")):
+            self.abort()
+        elif self._eof and self._loop.time() - self._probed > self._patience:
+            self._patience = min(2 * self._patience, PROBE_SECONDS)
+            self._probe()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._gone = True
@@ -99,15 +152,24 @@ class ClientConnection(asyncio.Protocol):
         if self._exchange is not None:
             self._exchange.resume()
 
-    # httptools' side
+    def _ignore_upgrade(self) -> None:
+        """Upgrades are ignored, as RFC 9110 (7.8) allows. The parser takes a message to end with the head that asks for
+        one: its body would be read as the next request. So another parser gets the framing without the question."""
+        if not self._upgrading:
+            return
+        parser = httptools.HttpRequestParser(self)
+        parser.feed_data(b"POST / HTTP/1.1\r\nhost: x\r\n" + self._upgrading + b"\r\n")
+        self._parser, self._upgrading = parser, b""
+
+    # httptools' side; while `_upgrading` is set it says again what is known
 
     def on_message_begin(self) -> None:
-        if not self._last_request:
+        if not self._last_request and not self._upgrading:
             self._current = Request(began=self._loop.time())
             self._head_bytes = self._head_fed = 0
 
     def on_url(self, url: bytes) -> None:
-        if self._current is not None:
+        if self._current is not None and not self._current.head_done:
             self._current.target += url
             self._head_bytes += len(url)
 
@@ -115,11 +177,16 @@ class ClientConnection(asyncio.Protocol):
         request = self._current
         if request is not None and not request.head_done:  # trailers are dropped
             self._head_bytes += len(name) + len(value) + 4
-            request.headers.append((name.lower(), value))
+            if len(request.headers) < self._router.settings.max_headers:
+                request.headers.append((name.lower(), value))
+            else:
+                limit = self._router.settings.max_headers
+                message = f"The request has too many headers: at most {limit} are accepted (max-headers)"
+                self._reject(bad_request(message, status=431, code="too_many_headers"))
 
     def on_headers_complete(self) -> None:
         request = self._current
-        if request is None:
+        if request is None or request.head_done:
             return
         request.head_done = True
         request.method = self._parser.get_method()
@@ -130,6 +197,8 @@ class ClientConnection(asyncio.Protocol):
         elif (error := check_head(request, self._router.settings.max_body_bytes)) is not None:
             self._reject(error)
         else:
+            if self._parser.should_upgrade():
+                self._upgrading = request.framing()
             self._continue()
 
     def on_body(self, data: bytes) -> None:
@@ -149,7 +218,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         request = self._current
-        if request is None:
+        if request is None or self._upgrading:
             return
         self._current = None
         request.complete = True
@@ -224,7 +293,7 @@ class ClientConnection(asyncio.Protocol):
         if self._gone or self._transport is None:
             return
         self._idle_since = self._loop.time()
-        if not keep_alive:
+        if not keep_alive or (self._eof and not self._queue):
             self._close(unread=not request.complete)
         elif not self._reading and len(self._queue) < MAX_PIPELINED:
             self._reading = True
@@ -281,7 +350,7 @@ class ClientConnection(asyncio.Protocol):
         self._last_request = True
         if self._transport is None or self._transport.is_closing():
             return
-        if not unread:
+        if not unread or self._eof:
             self._transport.close()
             return
         if not self._reading:
@@ -317,13 +386,17 @@ class ClientConnection(asyncio.Protocol):
             elif now - self._stalled_since > settings.idle_timeout:
                 self.abort()
         elif self._exchange is not None:
+            if self._eof or not self._reading:
+                self._look()
             if self._exchange.idle_for(now) > settings.idle_timeout:
                 message = f"The replica sent nothing for {settings.idle_timeout:g} s (idle-timeout)"
                 self._exchange.interrupt(RouterError(504, message, code="idle_timeout"))
         elif self._current is not None:
-            since = self._last_data if self._current.head_done else self._current.began
-            if now - since > settings.upload_timeout:
-                self._reject(bad_request("The request did not arrive in time", status=408))
+            began = self._current.began
+            since = self._last_data if self._current.head_done else began
+            if now - since > settings.upload_timeout or now - began > settings.body_timeout:
+                limit = f"{settings.upload_timeout:g} s without a byte, {settings.body_timeout:g} s in all"
+                self._reject(bad_request(f"The request did not arrive in time ({limit})", status=408))
         elif now - self._idle_since > settings.keep_alive:
             self._close()
 

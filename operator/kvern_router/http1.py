@@ -58,6 +58,13 @@ class Request:
                 return value
         return None
 
+    def framing(self) -> bytes:
+        """The header that says how the body is framed, as a line; empty where there is no body."""
+        if self.header(b"transfer-encoding") is not None:
+            return b"transfer-encoding: chunked\r\n"
+        length = int(self.header(b"content-length") or 0)
+        return b"content-length: %d\r\n" % length if length else b""
+
     def body(self) -> bytes:
         """The whole body in one piece (joined once)."""
         if len(self.pieces) > 1:
@@ -91,6 +98,11 @@ def check_head(request: Request, max_body_bytes: int) -> RouterError | None:
     offered = request.header(b"x-request-id")
     request.request_id = offered if offered and _REQUEST_ID.fullmatch(offered) else secrets.token_hex(16).encode()
     length: int | None = None
+    names = [name for name, _ in request.headers]
+    if b"transfer-encoding" in names and (b"content-length" in names or request.version != "1.1"):
+        return bad_request("Transfer-Encoding beside Content-Length, or in HTTP/1.0; a request has one framing")
+    if names.count(b"transfer-encoding") > 1 or names.count(b"content-length") > 1:
+        return bad_request("two headers say how long the body is; a request has one framing")
     for name, value in request.headers:
         if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
             return bad_request(f"Transfer-Encoding: {_show(value)}; only chunked is understood", status=501)

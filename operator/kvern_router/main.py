@@ -13,17 +13,20 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from kvern_router.accesslog import AccessLog
+from kvern_router.accesslog import AccessLog, JsonFormatter
 from kvern_router.router import Router
 from kvern_router.settings import Settings, parse_args
 
 log = logging.getLogger("kvern.router")
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the router until it is told to stop; returns the exit code."""
     settings = parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if settings.log_format == "json" else logging.Formatter(TEXT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     _raise_file_limit()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(settings))

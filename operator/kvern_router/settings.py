@@ -30,6 +30,8 @@ class Settings:
     keep_alive: float = 75.0
     max_body_bytes: int = 32 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
+    max_headers: int = 256
+    max_connections: int = 16384
     max_buffered_bytes: int = 256 * 1024 * 1024  # half of a router pod's usual memory
     api_keys_file: Path | None = None
     access_log: bool = True
@@ -37,6 +39,8 @@ class Settings:
     probe_timeout: float = 2.0
     connect_timeout: float = 3.0
     upload_timeout: float = 30.0  # a head must arrive within it; a body must not pause for longer
+    body_timeout: float = 120.0  # a request must arrive within it
+    log_format: str = "text"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Settings:
@@ -64,6 +68,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Settings:
     add = parser.add_argument_group("access").add_argument
     add("--api-keys-file", type=Path, metavar="FILE", help="one key a line, re-read on change; without it none needed")
     add("--access-log", action=argparse.BooleanOptionalAction, default=True, help="a JSON line a request on stdout")
+    add("--log-format", choices=("text", "json"), default="text", help="how all else is logged, on stderr")
     a = parser.parse_args(argv)
     return Settings(
         replicas_file=a.replicas_file,
@@ -84,6 +89,11 @@ def parse_args(argv: Sequence[str] | None = None) -> Settings:
         api_keys_file=a.api_keys_file,
         access_log=a.access_log,
         probe_interval=a.probe_interval_seconds,
+        max_headers=a.max_headers,
+        max_connections=a.max_connections,
+        upload_timeout=a.upload_timeout_seconds,
+        body_timeout=a.body_timeout_seconds,
+        log_format=a.log_format,
     )
 
 
@@ -118,6 +128,28 @@ def _limit_flags(add: Callable[..., Any], defaults: Settings) -> None:
     add("--keep-alive-seconds", type=_positive, default=defaults.keep_alive, metavar="S", help="idle connections")
     add("--max-body-bytes", type=_count, default=defaults.max_body_bytes, metavar="N", help="larger ones get a 413")
     add("--max-header-bytes", type=_count, default=defaults.max_header_bytes, metavar="N", help="larger ones get a 431")
+    add("--max-headers", type=_count, default=defaults.max_headers, metavar="N", help="more get a 431")
+    add(
+        "--max-connections",
+        type=_count,
+        default=defaults.max_connections,
+        metavar="N",
+        help="connections of clients at once; one more gets a 503",
+    )
+    add(
+        "--upload-timeout-seconds",
+        type=_positive,
+        default=defaults.upload_timeout,
+        metavar="S",
+        help="a head must arrive within it, and a body must not pause for longer, or the client gets a 408",
+    )
+    add(
+        "--body-timeout-seconds",
+        type=_positive,
+        default=defaults.body_timeout,
+        metavar="S",
+        help="a whole request must arrive within it, or the client gets a 408",
+    )
     add(
         "--max-buffered-bytes",
         type=_count,

@@ -1,8 +1,9 @@
 """Reads what belongs to a service from a cluster: thin, all at once, going without what may not be read."""
 
 import difflib
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -119,30 +120,44 @@ def gather(where: Target, name: str) -> Picture:
             return []
 
     core, apps = f"api/v1/namespaces/{namespace}", f"apis/apps/v1/namespaces/{namespace}"
-    with ThreadPoolExecutor(8) as pool:
-        service = pool.submit(get_service, kube, namespace, name)
-        pods = pool.submit(optional, f"{core}/pods", "pods", **labelled)
-        sets = pool.submit(optional, f"{apps}/statefulsets", "statefulsets", **labelled)
-        routers = pool.submit(optional, f"{apps}/deployments", "deployments", **labelled)
-        warnings = pool.submit(optional, f"{core}/events", "events", fieldSelector="type=Warning")
-        killings = pool.submit(optional, f"{core}/events", "events", fieldSelector="reason=Killing")
-        own = pool.submit(optional, f"{core}/events", "events", fieldSelector=about)
-        lease = pool.submit(_lease, kube)
-        found = service.result()
-        logs = pool.submit(_last_logs, kube, namespace, pods.result())
-        return cluster_picture(
-            found,
-            pods.result(),
-            # Lists leave the kind of their items out.
-            [*_of_kind("StatefulSet", sets.result()), *_of_kind("Deployment", routers.result())],
-            _once([*warnings.result(), *killings.result(), *own.result()]),
-            place=where.place,
-            now=datetime.now(UTC),
-            kubectl=where.kubectl,
-            lease=lease.result(),
-            last_logs=logs.result(),
-            gaps=tuple(_gap_words(gaps, namespace)),
-        )
+    service = _begin(lambda: get_service(kube, namespace, name))
+    pods = _begin(lambda: optional(f"{core}/pods", "pods", **labelled))
+    sets = _begin(lambda: optional(f"{apps}/statefulsets", "statefulsets", **labelled))
+    routers = _begin(lambda: optional(f"{apps}/deployments", "deployments", **labelled))
+    warnings = _begin(lambda: optional(f"{core}/events", "events", fieldSelector="type=Warning"))
+    killings = _begin(lambda: optional(f"{core}/events", "events", fieldSelector="reason=Killing"))
+    own = _begin(lambda: optional(f"{core}/events", "events", fieldSelector=about))
+    lease = _begin(lambda: _lease(kube))
+    found = service.result()
+    logs = _last_logs(kube, namespace, pods.result())
+    return cluster_picture(
+        found,
+        pods.result(),
+        # Lists leave the kind of their items out.
+        [*_of_kind("StatefulSet", sets.result()), *_of_kind("Deployment", routers.result())],
+        _once([*warnings.result(), *killings.result(), *own.result()]),
+        place=where.place,
+        now=datetime.now(UTC),
+        kubectl=where.kubectl,
+        lease=lease.result(),
+        last_logs=logs,
+        gaps=tuple(_gap_words(gaps, namespace)),
+    )
+
+
+def _begin(ask: Callable[[], Answer]) -> "Future[Answer]":
+    """A question in a thread of its own. Nothing waits for it but who asks for its result: Ctrl-C ends the command
+    though a server does not answer, which a ThreadPoolExecutor's threads would prevent."""
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(ask())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _gap_words(gaps: Mapping[str, KubeError], namespace: str) -> Iterator[str]:
