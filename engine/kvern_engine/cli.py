@@ -1,32 +1,56 @@
-"""The engine's command line: `kvern serve | generate | bench | fetch`.
+"""The engine's command line: `kvern serve | generate | inspect | bench | fetch`.
 
 It parses, calls and words errors; a mistake of the user is one line on standard error and exit status 2 (wrong words)
 or 1 (it could not be done), never a traceback.
 """
 
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvern_engine.flags import FLAGS, FlagError, add_engine_flags, flags_json, make_parser, parse_args
+from kvern_engine.flags import (
+    FLAGS,
+    FlagError,
+    add_engine_flags,
+    flags_json,
+    make_parser,
+    parse_args,
+    unknown_variables,
+)
 
 USAGE = """\
 usage: kvern serve MODEL [flags]                      an OpenAI-compatible server
        kvern generate MODEL [--prompt TEXT] [flags]   an answer on standard output
+       kvern inspect MODEL [--json] [flags]           what a model is and where it fits; loads no weights
        kvern bench MODEL [--workload NAME ...]        measure; JSON lines on standard output
        kvern fetch builtin://smollm2-135m             download a built-in model
        kvern COMMAND --help                           its flags
 """
 
 # What makes no sense without a server.
-_SERVER_FLAGS = [f.field for f in FLAGS.values() if f.group == "Server"] + ["served_model_name", "data_parallel_size"]
+_SERVER_FLAGS = [f.field for f in FLAGS.values() if f.group in ("Server", "Limits")] + [
+    "served_model_name",
+    "data_parallel_size",
+]
+
+# What decides how much room a model takes.
+_INSPECTED = ("model", "revision", "dtype", "max_model_len", "trust_remote_code", "quantization", "kv_cache_dtype")
+_INSPECTED += (
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+)
+_INSPECTED += ("tensor_parallel_size", "pipeline_parallel_size", "enable_chunked_prefill")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. `argv` is without the program's name."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command, rest = (argv[0], argv[1:]) if argv else ("", [])
-    commands = {"serve": _serve, "generate": _generate, "bench": _bench, "fetch": _fetch}
+    commands = {"serve": _serve, "generate": _generate, "inspect": _inspect, "bench": _bench, "fetch": _fetch}
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -73,9 +97,18 @@ def _serve(argv: list[str]) -> int:
     add_engine_flags(parser)
     config, _ = parse_args(parser, argv, os.environ)
     # A person sees the progress lines instead; what goes wrong shows in both.
-    human = sys.stderr.isatty()
-    logs.setup("warning" if human and config.log_level == "info" else config.log_level, "supervisor", human)
+    human = sys.stderr.isatty() and config.log_format == "text"
+    level = "warning" if human and config.log_level == "info" else config.log_level
+    logs.setup(level, "supervisor", human, config.log_format)
+    _warn_of_environment(os.environ)
     return serve(config)
+
+
+def _warn_of_environment(environ: Mapping[str, str]) -> None:
+    """Say which KVERN_* variables nothing reads: a mistyped one would be ignored in silence."""
+    log = logging.getLogger(__name__)
+    for problem in unknown_variables(environ):
+        log.warning("%s", problem)
 
 
 def _generate(argv: list[str]) -> int:
@@ -94,6 +127,24 @@ def _generate(argv: list[str]) -> int:
     from kvern_engine.generate import generate
 
     return generate(config, options, sys.stdin, sys.stdout, sys.stderr)
+
+
+def _inspect(argv: list[str]) -> int:
+    parser = make_parser(
+        "kvern inspect", "What a model is, what it takes, and on which GPUs it fits. Loads no weights."
+    )
+    own = parser.add_argument_group("Output")
+    own.add_argument("--json", action="store_true", help="One JSON object; sizes in bytes, lengths in tokens.")
+    own.add_argument(
+        "--check",
+        action="store_true",
+        help="Compare the tensors of the files with those the model needs (loads torch).",
+    )
+    add_engine_flags(parser, leave_out=[field for field in FLAGS if field not in _INSPECTED])
+    config, options = parse_args(parser, argv, os.environ)
+    from kvern_engine.inspection.command import inspect
+
+    return inspect(config, sys.stdout, as_json=options.json, check=options.check)
 
 
 def _bench(argv: list[str]) -> int:

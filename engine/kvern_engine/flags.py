@@ -1,7 +1,7 @@
 """Flags, environment variables and their errors, all made from the fields of `EngineConfig`.
 
 Nothing is listed twice: a field is a flag (`--max-model-len`), an environment variable (KVERN_MAX_MODEL_LEN) and an
-entry of the JSON list that the operator checks `engine.args` against (`python -m kvern_engine.flags` prints it). This
+entry of the JSON list that the operator checks `engine.args` against (`python -m kvern_engine.flags [FILE]`). This
 file parses and reports; what a value means is EngineConfig's business.
 """
 
@@ -12,11 +12,12 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from kvern_engine.config import GROUPS, EngineConfig
+from kvern_engine.config import GROUPS, WITH_SUFFIX, EngineConfig
 from kvern_engine.flags_refused import REFUSED_FLAGS, REFUSED_VALUES, SHORT
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -220,6 +221,44 @@ def environment_values(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
+# Variables that are read without being a flag's, here and by what runs beside the engine.
+_OTHER_VARIABLES = [
+    "KVERN_BIND_ADDRESS",
+    "KVERN_CACHE_DIR",
+    "KVERN_COMMIT",
+    "KVERN_ALLOW_LONG_MAX_MODEL_LEN",
+    "KVERN_CPU_THREADS",
+    "KVERN_DEBUG_RANKS",
+    "KVERN_EARLY_LAUNCH",
+    "KVERN_KERNELS",
+    "KVERN_LOCAL_RANK",
+    "KVERN_LOCAL_WORLD",
+    "KVERN_MODELS_DIR",
+    "KVERN_NAMESPACE",
+    "KVERN_POD_NAME",
+    "KVERN_RENDEZVOUS",
+    "KVERN_WORKER_TCP",
+]
+# What Kubernetes sets in every pod beside a Service: NAME_SERVICE_HOST, NAME_PORT=tcp://..., NAME_PORT_80_TCP_ADDR.
+_SERVICE_LINK = re.compile(r"KVERN_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+_FOR_OTHERS = ("KVERN_OPERATOR_", "KVERN_ROUTER_", "KVERN_TEST_", "KVERN_E2E_", "KVERN_BENCH_")
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each KVERN_* variable that nothing reads, with the nearest that is read. Never its value."""
+    known = [*(flag.env for flag in FLAGS.values()), *_OTHER_VARIABLES]
+    problems = []
+    for name in sorted(environ):
+        if not name.startswith("KVERN_") or name in known or name.startswith(_FOR_OTHERS):
+            continue
+        if _SERVICE_LINK.fullmatch(name) or (name.endswith("_PORT") and "://" in environ[name]):
+            continue
+        near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]}?" if near else "--help names the variable of every flag"
+        problems.append(f"{name} is set, and nothing reads it; {hint}")
+    return problems
+
+
 # ---------------------------------------------------------------- errors
 
 
@@ -234,7 +273,9 @@ def _allowed(flag: Flag) -> str:
     low = f"at least {flag.minimum:g}" if flag.minimum is not None else ""
     low = f"above {flag.exclusive_minimum:g}" if flag.exclusive_minimum is not None else low
     high = f"at most {flag.maximum:g}" if flag.maximum is not None else ""
-    return " ".join(part for part in (noun, " and ".join(p for p in (low, high) if p)) if part)
+    text = " ".join(part for part in (noun, " and ".join(p for p in (low, high) if p)) if part)
+    text += ", perhaps with a suffix (8k: 8,000, 8K: 8,192)" if flag.field in WITH_SUFFIX else ""
+    return f"{text}, or auto" if flag.field == "max_model_len" else text
 
 
 def explain(error: ValidationError, sources: Mapping[str, str] = {}) -> list[str]:
@@ -253,7 +294,7 @@ def explain(error: ValidationError, sources: Mapping[str, str] = {}) -> list[str
         note = REFUSED_VALUES.get(field, {}).get(str(value).lower())
         where = sources.get(field, flag.option)
         lines.append(f"{where}: {value!r} is not {_allowed(flag)}" + (f" ({note})" if note else ""))
-    return lines
+    return list(dict.fromkeys(lines))  # a field of two types has an error for each
 
 
 def _in_flag_spelling(message: str) -> str:
@@ -264,4 +305,7 @@ def _in_flag_spelling(message: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(flags_json())
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(flags_json(), encoding="utf-8")
+    else:
+        sys.stdout.write(flags_json())

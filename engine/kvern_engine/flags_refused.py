@@ -17,10 +17,6 @@ REFUSED_FLAGS: dict[str, str] = {
         "was removed: a preempted request is recomputed, nothing is swapped to the host. For more room for the KV "
         "cache use --kv-cache-memory-bytes or --gpu-memory-utilization"
     ),
-    "cpu-offload-gb": (
-        f"{_NOT_YET}; to fit a model use --dtype, --quantization fp8 or a smaller --max-model-len, and "
-        "--kv-cache-memory-bytes for the KV cache"
-    ),
     "preemption-mode": "was removed: a preempted request is always recomputed",
     "speculative-config": _SPECULATION,
     "speculative-model": _SPECULATION,
@@ -51,6 +47,11 @@ REFUSED_FLAGS: dict[str, str] = {
     "enable-log-requests": _LOGS,
     "disable-log-stats": _LOGS,
     "uvicorn-log-level": "use --log-level",
+    "disable-uvicorn-access-log": "use --no-access-log",
+    "log-config-file": "use --log-level and --log-format",
+    "h11-max-incomplete-event-size": "use --max-header-bytes",
+    "h11-max-header-count": "use --max-headers",
+    "enable-request-id-headers": "every answer has X-Request-Id: the client's own, or a new one; leave the flag out",
     "max-log-len": _LOGS,
     "headless": "a pod with --node-rank above 0 serves no HTTP by itself; leave the flag out",
     "data-parallel-address": "use --master-addr",
@@ -68,7 +69,6 @@ REFUSED_FLAGS: dict[str, str] = {
     "use-v2-block-manager": "was removed: there is one block manager",
     "worker-use-ray": "there is no Ray: --distributed-executor-backend is uni or mp",
     "disable-custom-all-reduce": "comes with several devices; leave the flag out",
-    "max-logprobs": "the limit is 20 logprobs a token; leave the flag out",
     "prefix-caching-hash-algo": "prefix hashes are always SHA-256; leave the flag out",
     "calculate-kv-scales": f"{_NOT_YET}: scales come from the checkpoint or are 1; leave the flag out",
     "task": f"only text generation is offered; embeddings {_ARE_NOT_YET}",
@@ -89,7 +89,7 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
         "gguf": "a GGUF file is recognized by itself: leave the flag out",
         "compressed-tensors": "a checkpoint in FP8 is recognized by itself: leave the flag out",
     },
-    "dtype": {"half": "use float16", "float": "use float32", "fp16": "use float16", "bf16": "use bfloat16"},
+    "dtype": {"fp16": "use float16", "bf16": "use bfloat16"},
     "kv_cache_dtype": {"fp8_e5m2": "use fp8, which is E4M3", "bfloat16": "use auto: it is the model's type"},
     "load_format": {"pt": "convert the weights to safetensors", "hf": "use auto"},
     "distributed_executor_backend": {"ray": "there is no Ray: use mp"},

@@ -1,4 +1,4 @@
-"""How every process of the engine logs: short lines for a person at a terminal, key=value lines for a collector.
+"""How every process of the engine logs: short lines for a person at a terminal, key=value or JSON for a collector.
 
 Everything goes to standard error. Requests, prompts and keys are never logged. Use the standard `logging`; fields go
 into `extra=fields(...)`.
@@ -29,12 +29,24 @@ class KeyValueFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
+        return " ".join(f"{key}={_quoted(value)}" for key, value in self.pairs(record).items())
+
+    def pairs(self, record: logging.LogRecord) -> dict[str, Any]:
+        """All that a line says, in its order."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
         pairs = {"time": stamp, "level": record.levelname.lower(), "process": self._process, "msg": record.getMessage()}
         pairs |= getattr(record, "fields", {})
         if record.exc_info:
             pairs["exception"] = self.formatException(record.exc_info)
-        return " ".join(f"{key}={_quoted(value)}" for key, value in pairs.items())
+        return pairs
+
+
+class JsonFormatter(KeyValueFormatter):
+    """The same as one JSON object a line; numbers stay numbers."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        pairs = {k: round(v, 6) if isinstance(v, float) else v for k, v in self.pairs(record).items()}
+        return json.dumps(pairs, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
 class HumanFormatter(logging.Formatter):
@@ -47,10 +59,14 @@ class HumanFormatter(logging.Formatter):
         return f"{level}{record.getMessage()}{f' ({extra})' if extra else ''}{trace}"
 
 
-def setup(level: str, process: str, human: bool | None = None) -> None:
-    """Send the logs of this process to stderr; `human` None: short lines where stderr is a terminal."""
+def setup(level: str, process: str, human: bool | None = None, form: str = "text") -> None:
+    """Send the logs of this process to stderr; `human` None: short lines where stderr is a terminal. `form` is text or
+    json (which comes before `human`)."""
     human = sys.stderr.isatty() if human is None else human
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(HumanFormatter() if human else KeyValueFormatter(process))
+    if form == "json":
+        handler.setFormatter(JsonFormatter(process))
+    else:
+        handler.setFormatter(HumanFormatter() if human else KeyValueFormatter(process))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)  # libraries: warnings only
     logging.getLogger("kvern_engine").setLevel(level.upper())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 ENGINE_COMMANDS = {
     "serve": "an OpenAI-compatible server for one model",
     "generate": "an answer on standard output",
+    "inspect": "what a model is, what it takes, and on which GPUs it fits",
     "bench": "measure a model; JSON lines on standard output",
     "fetch": "download a built-in model",
 }
