@@ -17,6 +17,8 @@ VIEW_TOKENS = 512
 # Chunks of at most this many query tokens whose own context is at most this long share calls: one each would cost more
 # than computing what is masked.
 SHORT_QUERY_TOKENS, SHORT_CONTEXT_TOKENS = 32, 256
+# The query tokens of a chunk that share a mask where there is a window: each such piece reads a context of its own.
+WINDOW_TILE = 256
 # A shared prefix is attended to once for all rows where that saves reading at least this many tokens.
 PREFIX_SAVING_TOKENS = 2048
 
@@ -90,17 +92,25 @@ def common_prefix(tables: Sequence[Sequence[int]], limit: int) -> int:
 
 
 def plan_step(
-    query_lens: Sequence[int], seq_lens: Sequence[int], tables: Sequence[Sequence[int]], block_size: int
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    block_size: int,
+    window: int | None = None,
 ) -> Plan:
-    """Cut a step into calls. `tables[r]` holds at least ceil(seq_lens[r] / block_size) block ids."""
-    plan, rows, start = Plan(), [], 0
+    """Cut a step into calls. `tables[r]` holds at least ceil(seq_lens[r] / block_size) block ids.
+
+    With a `window`, calls leave out the blocks that none of their tokens sees, and their lengths count from the first
+    block that is left; what else a token does not see is the call's to hide. Prefixes are not shared then.
+    """
+    plan, rows, start = Plan(), list[_Row](), 0
     for count, length, table in zip(query_lens, seq_lens, tables, strict=True):
         if length > 0:
-            rows.append(_Row(start, count, length, list(table[: -(-length // block_size)])))
+            rows += _rows(start, count, length, table, block_size, window)
         else:
             plan.idle.extend(range(start, start + count))
         start += count
-    if len(rows) > 1:
+    if len(rows) > 1 and window is None:
         plan.prefixes = _split_prefixes(rows, block_size)
     batched: dict[int, list[_Row]] = {}
     for row in rows:
@@ -123,6 +133,20 @@ def plan_step(
             else:
                 plan.extends.append(ExtendCall(call.starts[0], call.counts[0], call.blocks[0], call.lengths[0]))
     return plan
+
+
+def _rows(start: int, count: int, length: int, table: Sequence[int], block_size: int, window: int | None) -> list[_Row]:
+    """A row of the step, or its pieces where a window makes that less to read."""
+    if window is None or length <= window:
+        return [_Row(start, count, length, list(table[: -(-length // block_size)]))]
+    rows = []
+    for first in range(0, count, WINDOW_TILE):
+        tokens = min(WINDOW_TILE, count - first)
+        end = length - count + first + tokens
+        hidden = max(0, end - tokens - window + 1) // block_size
+        blocks = list(table[hidden : -(-end // block_size)])
+        rows.append(_Row(start + first, tokens, end - hidden * block_size, blocks))
+    return rows
 
 
 def _split_prefixes(rows: list[_Row], block_size: int) -> list[PrefixCall]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import activation, attention, cpu_attention, decode_inputs, fp8, int8, large_products, norm, rotary, sampling
 from .decode_inputs import DecodeInputs
+from .each_alone import attend_each_alone
 from .fp8 import Fp8Weight, ScaledRows
 from .int8 import Int8Weight
 from .metadata import AttentionMetadata
@@ -83,17 +84,35 @@ def rope_and_cache(
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, kv_scales: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of decode and prefill rows over the paged cache in one call; see `attention.py`. `kv_scales`
-    [2, Hkv] float32: of a cache in FP8."""
-    if _triton(q):
-        from . import attention_triton
+    [2, Hkv] float32: of a cache in FP8.
 
-        return attention_triton.paged_attention(q, kv, meta, scale, kv_scales)
+    The Triton kernels know neither windows nor soft caps: on a GPU such layers run the reference, which a CUDA graph
+    cannot record. Raises RuntimeError in one.
+    """
+    if meta.each_alone and not (_triton(q) and window is None and softcap is None):
+        return attend_each_alone(
+            q, meta, lambda row, own: paged_attention(row, kv, own, scale, kv_scales, window, softcap)
+        )
+    if _triton(q):
+        if window is None and softcap is None:
+            from . import attention_triton
+
+            return attention_triton.paged_attention(q, kv, meta, scale, kv_scales)
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("attention with a window or a soft cap cannot be recorded in a CUDA graph")
+        return attention.paged_attention(q, kv, meta, scale, kv_scales, window, softcap)
     if _FORCED == "reference":
-        return attention.paged_attention(q, kv, meta, scale, kv_scales)
-    return cpu_attention.paged_attention(q, kv, meta, scale, kv_scales)
+        return attention.paged_attention(q, kv, meta, scale, kv_scales, window, softcap)
+    return cpu_attention.paged_attention(q, kv, meta, scale, kv_scales, window, softcap)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

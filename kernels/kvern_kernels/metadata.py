@@ -72,6 +72,8 @@ class AttentionMetadata:
     `workspace` is the scratch memory of split-KV decode; graphs that never run at once share one (None: allocated).
     `max_splits` fixes the number of KV splits at capture, see `split_kv.choose_splits` (None: from `max_seq_len`).
     `device_rows`: in a captured step with prompts, where `num_decodes` is not known; R is then at most T.
+    `each_alone`: rows, of one query token each, must not influence each other's last bits (`each_alone.py`; a GPU's
+    decode kernel treats them so, given a fixed number of rows and `max_seq_len`).
     """
 
     query_start: Tensor
@@ -86,6 +88,7 @@ class AttentionMetadata:
     workspace: DecodeWorkspace | None = None
     max_splits: int | None = None
     device_rows: DeviceRows | None = None
+    each_alone: bool = False
     # What a path computed from the fields above on its first call of a step, reused by the step's other layers.
     plan_cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 

@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension of `x` [..., H]; `weight` [H]; float32 inside."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension of `x` [..., H]; `weight` [H], in x's dtype or
+    float32; float32 inside."""
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     if x.dtype != torch.float32 or x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, eps)
     # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(H eps)) / sqrt(H): four small operations, half the time of F.rms_norm on

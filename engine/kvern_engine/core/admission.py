@@ -13,6 +13,7 @@ the other half goes to the shortest first, and what they leave goes back to the 
 from kvern_engine.core.limits import SchedulerConfig
 from kvern_engine.core.sequence import Sequence, State
 from kvern_engine.core.state import Books, Draft
+from kvern_engine.core.window import NO_BLOCK
 
 _WINDOW = 16  # sequences of the queue looked at in one step, beyond those admitted
 _SLIVER = 8  # a prompt does not begin with less than this part of itself, where the step is as full as that without it
@@ -121,7 +122,7 @@ def _admit(
             only_room_lacked = False
             break
         total = pool.blocks_for(len(seq.tokens))
-        need = total - len(hits) + pool.num_idle(hits)
+        need = total - len(hits) + pool.num_idle(hits[hits.count(NO_BLOCK) :])
         growth = books.growth(seq, total)
         short_enough = longest is None or rest <= longest
         fits = need + growth + reserve <= pool.num_free  # where nobody runs, whatever was not refused fits

@@ -171,6 +171,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def known(self, digests: Iterable[bytes]) -> list[int | None]:
+        """Of each digest the block that is known by it, or None."""
+        return [self._by_digest.get(digest) for digest in digests]
+
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are free (cached), so that sharing them uses up room."""
         refs = self.ref_counts

@@ -22,6 +22,7 @@ class SchedulerConfig:
     `patience`: how many requests may overtake one that does not fit yet before admission waits for it.
     `itl_factor`: how many times longer than a decode-only step a step with a prompt in it may take.
     `pipeline`: stages of the model, and so micro-batches on their way at once.
+    `sliding_window`: how many tokens a token sees, itself included, where all layers of the model have that.
     """
 
     max_num_seqs: int
@@ -34,6 +35,7 @@ class SchedulerConfig:
     patience: int = 16
     seed: int = 0
     pipeline: int = 1
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "pipeline"):
@@ -64,4 +66,5 @@ class SchedulerConfig:
             itl_factor=CPU_ITL_FACTOR if ready.device.startswith("cpu") else GPU_ITL_FACTOR,
             seed=config.seed,
             pipeline=config.pipeline_parallel_size,
+            sliding_window=ready.sliding_window,
         )

@@ -40,7 +40,8 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
 
 class AddedRow(msgspec.Struct, array_like=True, frozen=True):
     """A row's whole state. `token_ids` is prompt + everything generated so far; `blocks` covers at least the tokens
-    that this step computes; KV of positions < the row's `start` is already in those blocks.
+    that this step computes; KV of positions < the row's `start` is already in those blocks. A block that no token sees
+    any more, because the model has a window, may be -1.
     """
 
     row: int
@@ -106,7 +107,8 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """A worker has loaded its weights and sized its arena.
 
     `max_num_seqs` and `max_num_batched_tokens` are what its tables and buffers were made for: the configuration's, or
-    the device's defaults. The core plans within them.
+    the device's defaults. The core plans within them. `sliding_window`: how many tokens a token sees, itself included,
+    where all layers of the model have that, so that blocks behind it are never read again.
     """
 
     rank: int
@@ -122,6 +124,7 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag=True):
     max_num_batched_tokens: int = 8192
 
 
+    sliding_window: int | None = None
 class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """A worker gives up: `message` is for people, `during` the phase (load, profile, step)."""
 

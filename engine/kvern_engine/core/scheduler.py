@@ -67,7 +67,7 @@ class Scheduler:
         self.governor = governor or ChunkGovernor(config.itl_factor, config.max_num_batched_tokens)
         self.max_model_len = min(config.max_model_len, pool.num_blocks * pool.block_size)
         self._eos = frozenset(eos_token_ids)
-        self._books = Books(pool, config.max_num_seqs, config.pipeline)
+        self._books = Books(pool, config.max_num_seqs, config.pipeline, config.sliding_window)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._ones: list[int] = []
@@ -185,6 +185,9 @@ class Scheduler:
         books = self._books
         lane = books.begin_step(self._step, self._in_flight[0].step if self._in_flight else self._step)
         books.adapt_lookahead()
+        if books.window is not None:
+            for seq in books.prefills:
+                books.drop_behind_window(seq)
         edits = self._grow(lane) if lane.due else []
         draft = self._draft_decodes(lane)
         draft.block_edits = edits
@@ -277,6 +280,9 @@ class Scheduler:
                 books.drain(seq)
             else:
                 growing.append(seq)
+        if books.window is not None:
+            for seq in growing:
+                books.drop_behind_window(seq)
         if pool.num_free >= len(growing):
             edits = []
             for seq, block in zip(growing, pool.allocate(len(growing)), strict=True):
@@ -313,7 +319,8 @@ class Scheduler:
         refs, size = self.pool.ref_counts, self.pool.block_size
 
         def cost(candidate: Sequence) -> tuple[int, int, int]:
-            shared = bisect_left(candidate.blocks, True, key=lambda block: refs[block] == 1)  # a prefix is shared
+            held = candidate.blocks[candidate.first_block :]
+            shared = bisect_left(held, True, key=lambda block: refs[block] == 1)  # a prefix is shared
             work = max(candidate.num_computed - shared * size, 0) + candidate.lost
             return -candidate.key[0], work, -candidate.key[1]
 

@@ -95,6 +95,7 @@ class Sequence:
     positions have K/V as of the plans submitted so far. It ends at `stop_len` tokens at the latest. `limit` is the
     `num_computed` at which the scheduler must look at it again (a block or the end is due), `alarm` the number of known
     tokens at which the arrival of one more is not just an append: both keep the decode path at one comparison.
+    It holds `blocks` from `first_block` on; before stands NO_BLOCK, which only happens where the model has a window.
     """
 
     __slots__ = (
@@ -102,6 +103,7 @@ class Sequence:
         "blocks",
         "client",
         "digests",
+        "first_block",
         "first_output",
         "in_flight",
         "index",
@@ -145,6 +147,7 @@ class Sequence:
         self.row = -1
         self.lane: Lane | None = None  # while it decodes
         self.blocks: list[int] = []
+        self.first_block = 0
         self.num_computed = 0
         self.in_flight = 0  # kept for PREEMPTED only; of a DECODE sequence it is num_computed + 1 - len(tokens)
         self.limit = 0

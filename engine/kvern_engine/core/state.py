@@ -11,6 +11,7 @@ from kvern_engine.core.block_pool import BlockPool
 from kvern_engine.core.lanes import Lane, even_out, whose_turn
 from kvern_engine.core.plan import AddedRow
 from kvern_engine.core.sequence import Request, Sequence, State
+from kvern_engine.core.window import NO_BLOCK, first_needed, usable_prefix
 
 _MAX_LOOKAHEAD = 4  # blocks; beyond it fewer sequences run at once, which costs more than recomputing saves
 _CALM_STEPS = 128
@@ -55,11 +56,13 @@ class Books:
 
     waiting: WAITING and PREEMPTED, in the order of the queue. prefills: PREFILL, in the same order. lanes: DECODE, one
     lane a stage of the pipeline (`refresh_decodes` first); `lane` is that of the step being planned. draining: DRAINING
-    ones that still hold a row. forking: requests with DEFERRED choices.
+    ones that still hold a row. forking: requests with DEFERRED choices. `window`: how many tokens a token sees, where
+    all layers of the model have that.
     """
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, pipeline: int = 1) -> None:
+    def __init__(self, pool: BlockPool, max_num_seqs: int, pipeline: int = 1, window: int | None = None) -> None:
         self.pool = pool
+        self.window = window
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.removed_rows: list[int] = []
         self.waiting: list[Sequence] = []
@@ -108,7 +111,8 @@ class Books:
         self.waiting.remove(seq)
         seq.own_tokens()
         pool = self.pool
-        pool.share(hits)  # before allocating, which would reuse them
+        seq.first_block = hits.count(NO_BLOCK)
+        pool.share(hits[seq.first_block :])  # before allocating, which would reuse them
         seq.blocks = hits + pool.allocate(pool.blocks_for(len(seq.tokens)) - len(hits))
         seq.num_published = len(hits)
         seq.num_computed = seq.num_hits = len(hits) * pool.block_size
@@ -126,8 +130,8 @@ class Books:
         child.own_tokens()
         pool = self.pool
         last, offset = divmod(child.num_prompt - 1, pool.block_size)
-        child.blocks = parent.blocks[: last + 1]
-        pool.share(child.blocks)
+        child.blocks, child.first_block = parent.blocks[: last + 1], parent.first_block
+        pool.share(child.blocks[child.first_block :])
         child.blocks[last] = pool.make_writable(child.blocks[last])
         if offset:
             draft.copies.append((parent.blocks[last], child.blocks[last]))
@@ -210,8 +214,8 @@ class Books:
             self.free_rows.append(seq.row)
             seq.row = -1
         if seq.blocks:
-            self.pool.release(seq.blocks)
-            seq.blocks = []
+            self.pool.release(seq.blocks[seq.first_block :])
+            seq.blocks, seq.first_block = [], 0
         self.room_changed = True
 
     def preempt(self, seq: Sequence) -> None:
@@ -223,6 +227,18 @@ class Books:
         seq.num_published = 0
         self.enqueue(seq)
         self.preemptions += 1
+
+    def drop_behind_window(self, seq: Sequence) -> None:
+        """Give back the blocks that neither the next token to be planned nor any after it sees. Those that choices
+        which have yet to fork from it will see are kept."""
+        assert self.window is not None
+        position = min(seq.num_computed, seq.num_prompt - 1) if seq.request.deferred else seq.num_computed
+        first = min(first_needed(position, self.window, self.pool.block_size), len(seq.blocks))
+        if first > seq.first_block:
+            self.pool.release(seq.blocks[seq.first_block : first])
+            seq.blocks[seq.first_block : first] = [NO_BLOCK] * (first - seq.first_block)
+            seq.first_block = first
+            self.room_changed = True
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -255,11 +271,15 @@ class Books:
                 self.room_changed = True
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
-        """Blocks of the longest cached prefix, which leaves at least one token to compute (for its logits)."""
+        """Blocks of the longest cached prefix, which leaves at least one token to compute (for its logits). With a
+        window the first ones may be NO_BLOCK."""
         if not self.pool.enable_prefix_caching or seq.wants_prompt_logprobs:
             return []
         size = self.pool.block_size
-        return self.pool.lookup(seq.block_digests((len(seq.tokens) - 1) // size, size))
+        digests = seq.block_digests((len(seq.tokens) - 1) // size, size)
+        if self.window is None:
+            return self.pool.lookup(digests)
+        return usable_prefix(self.pool.known(digests), self.window, size)
 
     def publish(self, seq: Sequence, num_tokens: int, fresh: set[int] | None = None) -> None:
         """Let the full blocks among the first `num_tokens` (known, computed) tokens be found."""
@@ -269,7 +289,8 @@ class Books:
             return
         digests = seq.block_digests(full, pool.block_size)
         for index in range(seq.num_published, full):
-            if pool.publish(seq.blocks[index], digests[index]) and fresh is not None:
-                fresh.add(seq.blocks[index])
+            block = seq.blocks[index]  # behind the window it may be gone before its last token is known
+            if block != NO_BLOCK and pool.publish(block, digests[index]) and fresh is not None:
+                fresh.add(block)
                 self.room_changed = True  # somebody in the queue may need fewer blocks now
         seq.num_published = full

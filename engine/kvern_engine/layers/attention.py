@@ -20,16 +20,47 @@ class Wanted:
 class Attention:
     """`num_heads` query heads share `num_kv_heads` KV heads of `head_dim` (Ainslie et al., arXiv 2305.13245).
 
-    `kv_scales` [2, num_kv_heads] float32: what K and V of each head are divided by in a cache in FP8."""
+    `window`: a token sees itself and the `window - 1` before it (Beltagy et al., arXiv 2004.05150; None: all). Scores
+    are multiplied by `scale`, then softly capped at `softcap` (None: not).
 
-    __slots__ = ("_dtype", "_split", "head_dim", "kv_scales", "num_kv_heads", "scale")
+    `kv_scales` [2, num_kv_heads] float32: what K and V of each head are divided by in a cache in FP8. `q_norm`,
+    `k_norm` [head_dim]: weights of an RMSNorm of each head of q and k with `norm_eps` (Henry et al., arXiv 2010.04245).
+    """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    __slots__ = (
+        "_dtype",
+        "_split",
+        "head_dim",
+        "k_norm",
+        "kv_scales",
+        "norm_eps",
+        "num_kv_heads",
+        "q_norm",
+        "scale",
+        "softcap",
+        "window",
+    )
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
         self._dtype = dtype
         self._split = [num_heads, num_kv_heads, num_kv_heads]
         self.head_dim, self.num_kv_heads = head_dim, num_kv_heads
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.window, self.softcap = window, softcap
         self.kv_scales: Tensor | None = None
+        self.q_norm: Tensor | None = None
+        self.k_norm: Tensor | None = None
+        self.norm_eps = 0.0
 
     def __call__(
         self,
@@ -55,6 +86,9 @@ class Attention:
             positions,
             kv,
             meta.slots,
+            self.q_norm,
+            self.k_norm,
+            self.norm_eps,
             cache=meta.plan_cache,
             scales=scales,
             columns=columns,
@@ -63,5 +97,5 @@ class Attention:
         )
         if wanted is not None:
             q, meta = q.index_select(0, wanted.index), wanted.meta
-        out = paged_attention(q, kv, meta, self.scale, self.kv_scales)
+        out = paged_attention(q, kv, meta, self.scale, self.kv_scales, self.window, self.softcap)
         return out.view(q.shape[0], self._split[0] * self.head_dim)

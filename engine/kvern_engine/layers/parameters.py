@@ -4,9 +4,11 @@ A layer is split by its outputs (rows of the weight: each rank computes some of 
 rank computes a part of the sum), as in Megatron-LM (Shoeybi et al., arXiv 1909.08053).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvern_engine.layers.linear import Linear
@@ -15,11 +17,16 @@ from kvern_engine.parallel.layout import Slice
 
 
 class Destination(NamedTuple):
-    """`tensor` takes `part` of a checkpoint's tensor; it is a view of a parameter and has the part's shape, or takes a
-    single number everywhere."""
+    """`tensor` takes `part` of a checkpoint's tensor, or what `prepare` makes of that part; it is a view of parameters
+    and has the same shape, or takes a single number everywhere."""
 
     tensor: Tensor
     part: WeightPart
+    prepare: Callable[[Tensor], Tensor] | None = None
+
+    def store(self, part: Tensor) -> None:
+        """Takes the part as it comes from the checkpoint, in any dtype."""
+        self.tensor.copy_(part if self.prepare is None else self.prepare(part))
 
 
 Destinations = dict[str, Destination]  # by the tensor's name in the checkpoint
@@ -69,6 +76,42 @@ def split_by_inputs(
     if layer.scales is not None:
         shape = WeightPart.whole(layer.out_features) if scales_of_rows else WeightPart.whole()
         found[f"{prefix}{name}.weight_scale"] = Destination(layer.scales, shape)
+    return found
+
+
+def fused_outputs(
+    name: str, layer: Linear, parts: Sequence[tuple[Slice, int]], order: Tensor | None = None, transposed: bool = False
+) -> Destinations:
+    """A layer whose parts, given as (outputs held, outputs in all), are one tensor in the checkpoint too, one below the
+    other. `order`: of each part but the last, the outputs are stored in this order within each len(order) of them.
+    `transposed`: the checkpoint's weight is [in_features, outputs]."""
+    sizes = [total for _, total in parts]
+
+    def pick(stored: Tensor) -> Tensor:
+        found = []
+        for number, ((held, _), rows) in enumerate(zip(parts, stored.split(sizes), strict=True)):
+            rows = rows[held.start : held.stop]
+            if order is not None and number + 1 < len(parts):
+                rows = rows.view(-1, len(order), *rows.shape[1:])[:, order].flatten(0, 1)
+            found.append(F.pad(rows, (*[0] * (2 * rows.dim() - 1), held.size - held.count)))
+        return torch.cat(found)
+
+    shape = (sum(sizes), layer.in_features)
+    part = WeightPart.whole(*(shape[::-1] if transposed else shape))
+    destinations = {
+        f"{name}.weight": Destination(layer.weight, part, (lambda stored: pick(stored.t())) if transposed else pick)
+    }
+    if layer.bias is not None:
+        destinations[f"{name}.bias"] = Destination(layer.bias, WeightPart.whole(shape[0]), pick)
+    return destinations
+
+
+def transposed_by_inputs(name: str, layer: Linear, held: Slice, total: int) -> Destinations:
+    """`split_by_inputs` of a layer whose weight is [in_features, out_features] in the checkpoint."""
+    part = WeightPart((total, layer.out_features), ((held.start, held.stop), (0, layer.out_features)))
+    found = {f"{name}.weight": Destination(layer.weight[:, : held.count].t(), part)}
+    if layer.bias is not None:
+        found[f"{name}.bias"] = whole(layer.bias)
     return found
 
 

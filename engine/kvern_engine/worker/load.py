@@ -44,7 +44,7 @@ def load_weights(model: CausalLM, files: ModelFiles, report: Report) -> int:
     done = 0
     with torch.inference_mode():
         for name, tensor in iter_weights(files, model.config, parts):
-            destinations[name].tensor.copy_(tensor)
+            destinations[name].store(tensor)
             done += tensor.numel()
             report(done / total)
     return parameter_bytes(model)
@@ -69,14 +69,14 @@ def random_weights(model: CausalLM, seed: int) -> int:
 
 
 def _fill(held: Destination, generator: torch.Generator, dtype: torch.dtype) -> None:
-    in_place = held.part.is_whole and held.tensor.is_contiguous()
+    in_place = held.part.is_whole and held.prepare is None and held.tensor.is_contiguous()
     if in_place and held.tensor.dtype == dtype and held.tensor.device == generator.device:
         held.tensor.normal_(0.0, _INIT_STD, generator=generator)
         return
     fp8 = held.tensor.dtype == torch.float8_e4m3fn
     made = torch.empty(held.part.shape, dtype=torch.float32 if fp8 else dtype, device=generator.device)
     made.normal_(0.0, 1.0 if fp8 else _INIT_STD, generator=generator)
-    held.tensor.copy_(made[held.part.slices])
+    held.store(made[held.part.slices])
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -66,6 +66,7 @@ class FakeWorker:
     keep_plans: bool = False
     check_reads: bool = True
     pipeline: int = 1  # stages: see `_check_batch`
+    window: int | None = None  # how many tokens a token sees; blocks behind that may be anybody's
 
     def __post_init__(self) -> None:
         self.kv = [[0] * self.block_size for _ in range(self.num_blocks)]
@@ -131,7 +132,9 @@ class FakeWorker:
     def _add(self, added: AddedRow) -> None:
         assert added.row not in self.rows, f"row {added.row} is in use"
         assert 0 <= added.row < self.max_num_seqs
-        assert len(set(added.blocks)) == len(added.blocks)
+        held = [block for block in added.blocks if block >= 0]
+        assert len(set(held)) == len(held)
+        assert len(held) == len(added.blocks) or (self.window and added.blocks[-len(held) :] == held)
         self.rows[added.row] = _Row(
             list(added.token_ids), [], added.num_prompt_tokens, list(added.blocks), added.sampling
         )
@@ -142,7 +145,12 @@ class FakeWorker:
         assert 0 < plan.num_tokens <= self.max_num_batched_tokens
         assert min(plan.counts) > 0
         assert {added.row for added in plan.added} <= set(plan.rows), "an added row computes at once"
-        holders = Counter(block for row in self.rows.values() for block in row.blocks)
+        starts = dict(zip(plan.rows, plan.starts, strict=True))
+        holders = Counter(
+            block
+            for index, row in self.rows.items()
+            for block in row.blocks[self._first_seen(starts.get(index, len(row.chain))) :]
+        )
         for index, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             row = self.rows[index]
             # The first stage has its token: as many steps as there are stages lie between, or the core has seen it.
@@ -153,13 +161,17 @@ class FakeWorker:
             for position in range(start // self.block_size, (start + count - 1) // self.block_size + 1):
                 assert holders[row.blocks[position]] == 1, "a block that is written has one holder"
 
+    def _first_seen(self, start: int) -> int:
+        """The first block that the tokens from `start` on see."""
+        return 0 if self.window is None else max(0, start - self.window + 1) // self.block_size
+
     def _check_read(self, row: _Row, start: int) -> None:
         if row.fresh:
             row.chain = context(row.tokens[:start])
             row.fresh = False
         assert len(row.chain) == start, "positions are computed in order, none twice"
         size = self.block_size
-        for index in range(-(-start // size) if self.check_reads else 0):
+        for index in range(self._first_seen(start), -(-start // size) if self.check_reads else 0):
             expected = row.chain[index * size : (index + 1) * size]
             assert self.kv[row.blocks[index]][: len(expected)] == expected, "wrong K/V in a block"
 

@@ -32,7 +32,13 @@ class Engine:
         self.config = SchedulerConfig(**{**defaults, **config})
         self.pool = BlockPool(num_blocks, block_size, caching)
         self.worker = FakeWorker(
-            num_blocks, block_size, self.config.max_num_seqs, self.config.max_num_batched_tokens, vocab, keep_plans=True
+            num_blocks,
+            block_size,
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+            vocab,
+            keep_plans=True,
+            window=self.config.sliding_window,
         )
         self.scheduler = Scheduler(self.config, self.pool, eos)
         self.core = EngineCore(0, self.scheduler, self.worker, max_inflight=depth, clock=lambda: 1.0)

@@ -24,10 +24,11 @@ SHARDS = 10
 
 
 class Episode:
-    """One random engine and its requests, run to the end."""
+    """One random engine and its requests, run to the end; a third of them with a window."""
 
     def __init__(self, seed: int) -> None:
         self.random = rng = random.Random(seed)
+        window = random.Random(f"window {seed}").choice((None, None, None, None, 1, 3, 5, 9))
         self.block_size = rng.choice((1, 2, 4, 4))
         num_blocks = rng.randint(4, 12)
         tokens = rng.choice((4, 8, 16, 64))
@@ -40,10 +41,11 @@ class Episode:
             patience=rng.choice((0, 1, 16)),
             seed=seed,
             pipeline=rng.choice((1, 1, 2, 3, 4)),
+            sliding_window=window,
         )
         self.pool = BlockPool(num_blocks, self.block_size, rng.random() < 0.8)
         self.worker = FakeWorker(
-            num_blocks, self.block_size, self.config.max_num_seqs, tokens, pipeline=self.config.pipeline
+            num_blocks, self.block_size, self.config.max_num_seqs, tokens, pipeline=self.config.pipeline, window=window
         )
         self.scheduler = Scheduler(self.config, self.pool, EOS)
         self.depth = rng.choice((1, 2, 2, 2, 3, 4)) + rng.choice((0, self.config.pipeline - 1))
