@@ -14,16 +14,17 @@ import pytest
 from kit import Client, Service, helm, kubectl
 
 NAMESPACES = pytest.StashKey[set[str]]()
-MEASURES: list[tuple[str, str, float]] = []
+SECONDS = "seconds"  # the property of a report that holds rows of the table of times
+_measured: list[tuple[str, float]] = []  # by the test that runs, not yet in a report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes long is left out, unless KVERN_E2E_FULL is set or -m names it."""
-    if config.option.markexpr or os.environ.get("KVERN_E2E_FULL"):
+    if os.environ.get("KVERN_E2E_FULL"):
         return
     for item in items:
         marks = {"full", "chaos", "scale", "soak"} & {mark.name for mark in item.iter_markers()}
-        if marks:
+        if marks and not any(mark in config.option.markexpr for mark in marks):
             item.add_marker(pytest.mark.skip(reason=f"{', '.join(sorted(marks))}: make e2e-full"))
 
 
@@ -121,8 +122,7 @@ def measured(what: str) -> Iterator[None]:
 
 def record(what: str, seconds: float) -> None:
     """A row of the table of times that pytest's summary shows."""
-    name = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[-1].split(" ")[0]
-    MEASURES.append((name, what, seconds))
+    _measured.append((what, round(seconds, 2)))
 
 
 @pytest.fixture
@@ -132,15 +132,17 @@ def measure() -> Callable[[str, float], None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table of times; also as JSON lines where KVERN_E2E_MEASURES names a file."""
-    if not MEASURES:
+    """The table of times; also as JSON lines at the end of the file that KVERN_E2E_MEASURES names."""
+    reports = [r for group in terminalreporter.stats.values() for r in group if isinstance(r, pytest.TestReport)]
+    rows = [(r.nodeid.split("::")[-1], *row) for r in reports for key, row in r.user_properties if key == SECONDS]
+    if not rows:
         return
     terminalreporter.section("times")
-    for name, what, seconds in MEASURES:
+    for name, what, seconds in rows:
         terminalreporter.write_line(f"{seconds:8.2f} s  {what}  ({name})")
     if file := os.environ.get("KVERN_E2E_MEASURES"):
-        lines = [json.dumps({"test": n, "what": w, "seconds": round(s, 2)}) for n, w, s in MEASURES]
-        Path(file).write_text("\n".join(lines) + "\n")
+        with Path(file).open("a") as out:
+            out.writelines(json.dumps({"test": n, "what": w, "seconds": s}) + "\n" for n, w, s in rows)
 
 
 # ---------------------------------------------------------------- failures
@@ -149,6 +151,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
+    # Of this phase alone: a report has the properties of the phases before it too. They travel between processes.
+    report.user_properties = [(SECONDS, row) for row in _measured]
+    _measured.clear()
     if report.failed and call.when in ("setup", "call"):
         for name in sorted(item.stash.get(NAMESPACES, set())):
             report.sections.append((f"namespace {name}", _story(name)))

@@ -6,6 +6,7 @@ Nothing here knows how the cluster is run: a kubeconfig and the programs on PATH
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +41,11 @@ def run(*command: str, stdin: str | None = None, timeout: float = 120, check: bo
 def kubectl(*args: str, stdin: str | None = None, timeout: float = 120, check: bool = True) -> str:
     """kubectl ARGS."""
     return run("kubectl", *args, stdin=stdin, timeout=timeout, check=check)
+
+
+def kvern(*args: str, timeout: float = 60) -> str:
+    """kvern ARGS, the command line of this checkout."""
+    return run(sys.executable, "-m", "kvern_cli.main", *args, timeout=timeout)
 
 
 def helm(*args: str, timeout: float = 300, check: bool = True, program: str = "helm") -> str:

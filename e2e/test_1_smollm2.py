@@ -32,6 +32,13 @@ def test_helm_install_apply_wait_ask(operator: None, namespace: str, client: Cli
     assert "Paris" in answer["text"], answer
     assert answer["chunks"] > 3 and answer["finish_reason"] == "stop", answer
 
+    status_said, explained, log = (
+        kit.kvern(word, "smollm2", "-n", namespace) for word in ("status", "explain", "logs")
+    )
+    assert "AllReplicasReady" in status_said and service.url in status_said, status_said
+    assert "Ready" in explained and "smollm2-r0" in explained, explained
+    assert "smollm2-r0-0" in log and "ready" in log, log
+
 
 def _parts(start: float, pods: Watch, services: Watch, measure: Measure) -> None:
     """Names the parts of the time from apply to Ready."""

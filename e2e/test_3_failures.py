@@ -1,11 +1,10 @@
 """What goes wrong for users, and what kubectl get, kubectl describe and kvern explain then say. Each must name the
 cause without a look into any pod."""
 
-import sys
 from collections.abc import Callable
 
 import kit
-from kit import Object, Service, eventually, kubectl, run
+from kit import Object, Service, eventually, kubectl
 
 Make = Callable[..., Service]
 
@@ -15,7 +14,7 @@ def said(one: Service) -> tuple[str, str, str]:
     return (
         kubectl("-n", one.namespace, "get", "infs", one.name, "-o", "wide"),
         kubectl("-n", one.namespace, "describe", "infs", one.name),
-        run(sys.executable, "-m", "kvern_cli.main", "explain", one.name, "-n", one.namespace),
+        kit.kvern("explain", one.name, "-n", one.namespace),
     )
 
 

@@ -40,6 +40,7 @@ def test_deletion_leaves_nothing(service: Make, state: str) -> None:
     eventually("nothing left", lambda: not left(one.namespace), 90)
 
 
+@pytest.mark.alone
 def test_namespace_goes_with_the_operator_down(service: Make) -> None:
     one = service("orphan")
     one.wait_ready()

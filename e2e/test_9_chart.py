@@ -13,6 +13,7 @@ import pytest
 from conftest import image_values
 from kit import CommandError, Service, eventually, helm, kubectl
 
+pytestmark = pytest.mark.alone
 SPACE = ("-n", kit.OPERATOR_NAMESPACE)
 ACCOUNT = f"system:serviceaccount:{kit.OPERATOR_NAMESPACE}:kvern-operator"
 

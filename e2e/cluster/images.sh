@@ -66,17 +66,36 @@ save() {
   note "$said"
 }
 
+# What `kind load image-archive` does in a node, but from a file that the node sees: a gigabyte through `docker exec`
+# takes twice as long.
+import() {
+  local node=$1 file
+  shift
+  for file in "$@"; do
+    docker exec --privileged "$node" ctr --namespace=k8s.io images import --all-platforms --digests "$NODE_IMAGES/$(basename "$file")"
+  done
+}
+
 # What the cluster that is up has been given is remembered beside its kubeconfig.
 load() {
-  local name file said=
+  local name file said= node pid pids=() files=()
   for name in "${IMAGES[@]}"; do
     file=$(readlink -f "$CACHE/images/$name.tar")
     if grep -qsx "$file" "$RUN/loaded"; then continue; fi
-    in_cluster_net kind load image-archive "$file" --name "$CLUSTER_NAME"
-    echo "$file" >>"$RUN/loaded"
+    files+=("$file")
     said+="$name  "
   done
-  note "${said:-nothing new}"
+  if [ ${#files[@]} = 0 ]; then
+    note "nothing new"
+    return
+  fi
+  for node in $(in_cluster_net kind get nodes --name "$CLUSTER_NAME"); do
+    import "$node" "${files[@]}" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid"; done
+  printf '%s\n' "${files[@]}" >>"$RUN/loaded"
+  note "$said"
 }
 
 trap '[ -z "$server_pid" ] || kill "$server_pid" 2>/dev/null || true' EXIT

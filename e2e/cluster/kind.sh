@@ -47,12 +47,15 @@ Y
   for role in control-plane worker; do
     echo "- role: $role"
     if [ "$image" = stock ]; then echo "  image: $STOCK_NODE_IMAGE"; else echo "  image: $image"; fi
+    echo "  extraMounts:"
+    echo "  - {hostPath: $CACHE/images, containerPath: $NODE_IMAGES, readOnly: true}"
     if [ $role = control-plane ]; then
-      echo "  extraMounts: [{hostPath: $CLUSTER_DIR/audit.yaml, containerPath: /etc/kubernetes/audit.yaml, readOnly: true}]"
+      echo "  - {hostPath: $CLUSTER_DIR/audit.yaml, containerPath: /etc/kubernetes/audit.yaml, readOnly: true}"
     fi
   done
 }
 
+mkdir -p "$CACHE/images"
 configuration >"$RUN/kind.yaml"
 rm -f "$RUN/loaded"
 in_cluster_net kind create cluster --config "$RUN/kind.yaml" --kubeconfig "$KUBECONFIG" --wait 180s

@@ -12,6 +12,7 @@ RUN=$CACHE/run   # of the cluster that is up: kubeconfig, sockets, logs, times
 LOGS=$RUN/logs
 TOOLS=$CACHE/tools # links to the versions in use, for PATH
 NETNS=kvern-e2e
+NODE_IMAGES=/var/kvern-images # where a node of the cluster sees $CACHE/images
 export CLUSTER_NAME=${KVERN_E2E_CLUSTER:-kvern-e2e}
 mkdir -p "$CACHE/bin" "$TOOLS" "$LOGS"
 

@@ -1,7 +1,7 @@
 """What reconcile makes of a spec, on a real API server: every object is taken by it, restricted Pod Security warns of
 none, and what it gives back needs no second write.
 
-Needs no operator and no node, as test_bad_manifests.py.
+Needs no node, as test_0_bad_manifests.py, and no operator: one that runs would write the same objects.
 """
 
 import json
@@ -87,6 +87,7 @@ def test_the_api_server_takes_every_object_and_none_needs_a_second_write(crds: N
     namespace = f"kvern-objects-{name}-{secrets.token_hex(3)}"
     head = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": RESTRICTED}}
     kubectl("apply", "-f", "-", stdin=json.dumps(head))
+    kubectl("-n", namespace, "create", "quota", "none", "--hard=pods=0")  # objects alone: nothing is to start
     try:
         manifest, _ = service_of(name, namespace, SPECS[name])
         kubectl("-n", namespace, "apply", "-f", "-", stdin=json.dumps(manifest))
@@ -130,6 +131,7 @@ def test_scale_reads_and_writes_replicas(crds: None) -> None:
     """What kubectl scale and an HPA use."""
     namespace = f"kvern-objects-scale-{secrets.token_hex(3)}"
     kubectl("create", "namespace", namespace)
+    kubectl("-n", namespace, "create", "quota", "none", "--hard=pods=0")
     try:
         manifest, service = service_of("scaled", namespace, {"replicas": 2})
         kubectl("-n", namespace, "apply", "-f", "-", stdin=json.dumps(manifest))
