@@ -1,6 +1,8 @@
 """`kvern inspect`: finds the model, reports, prints. What there is to tell is put together in `report.py`."""
 
+import io
 import json
+import shutil
 from dataclasses import replace
 from typing import TextIO
 
@@ -32,9 +34,10 @@ def _print(report: Report, out: TextIO) -> None:
 
     from kvern_engine.inspection.show import show
 
-    console = Console(file=out, highlight=False, soft_wrap=False)
-    console.width = min(console.width, _COLUMNS) if console.is_terminal else _COLUMNS
-    show(report, console)
+    columns = min(shutil.get_terminal_size().columns, _COLUMNS) if out.isatty() else _COLUMNS
+    text = io.StringIO()  # of its own, for rich ends the process where a pipe is closed
+    show(report, Console(file=text, width=columns, force_terminal=out.isatty(), highlight=False))
+    out.write(text.getvalue())
 
 
 def _checked(report: Report, files: ModelFiles) -> Report:

@@ -10,7 +10,7 @@ from kvern_engine.config import EngineConfig
 from kvern_engine.inspection.cards import CARDS, Card
 from kvern_engine.inspection.fit import Fit, Needs, fit
 from kvern_engine.inspection.sizes import active_parameters, kv_bytes_per_token, parameters
-from kvern_engine.loading.checkpoint import WeightsError, stored_tensors
+from kvern_engine.loading.checkpoint import WeightsError, known_tensors, stored_tensors
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.gguf import GGUFError, GGUFFile
 from kvern_engine.loading.remote_code import remote_code_note
@@ -114,11 +114,13 @@ def inspect_model(files: ModelFiles, config: EngineConfig, tensor: int | None, c
 def _stored(files: ModelFiles, model: ModelConfig) -> tuple[list[Stored], int, str | None]:
     """(what is in the files by type, the largest first; parameters among it; what is wrong with the files)."""
     try:
-        known = stored_tensors(files, model)
         if files.kind == "gguf":
+            known = stored_tensors(files, model)
             found = [(info.type_name, info.nbytes) for info in GGUFFile(files.path).tensors.values()]
         else:
-            found = [(tensor.dtype, tensor.nbytes) for tensor in read_tensors(files.path).values()]
+            own = read_tensors(files.path)
+            known = known_tensors(own, model)
+            found = [(tensor.dtype, tensor.nbytes) for tensor in own.values()]
     except (WeightsError, GGUFError) as error:
         return [], 0, str(error)
     by_type: dict[str, list[int]] = defaultdict(list)

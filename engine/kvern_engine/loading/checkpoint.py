@@ -30,6 +30,7 @@ __all__ = [
     "WeightsError",
     "check_weights",
     "known_name",
+    "known_tensors",
     "safetensors_shards",
     "stored_tensors",
     "weight_shapes",
@@ -71,8 +72,13 @@ def stored_tensors(files: ModelFiles, config: ModelConfig) -> dict[str, StoredTe
             name: StoredTensor(files.path, source.shape, file.tensors[source.tensor].type_name, 0)
             for name, source in hf_sources(file).items()
         }
+    return known_tensors(read_tensors(files.path), config)
+
+
+def known_tensors(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """What models know of the tensors in safetensors files, by their names there. Raises WeightsError."""
     found: dict[str, StoredTensor] = {}
-    for own, tensor in read_tensors(files.path).items():
+    for own, tensor in stored.items():
         name = known_name(own, config)
         if name is None:
             continue

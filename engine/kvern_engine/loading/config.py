@@ -50,6 +50,9 @@ def read_model_config(files: ModelFiles) -> ModelConfig:
     else:
         found = READERS[name](_text_part(fields), eos)
     check_heads(found, path)
+    for token in (found.bos_token_id, *found.eos_token_ids):
+        if token is not None and token >= found.vocab_size:
+            raise ModelConfigError(f"{path}: token id {token} is beyond the vocabulary of {found.vocab_size:,}")
     if fp8 is not None and found.tie_word_embeddings:
         fp8 = replace(fp8, head=False)
     return replace(found, fp8=fp8)
@@ -79,7 +82,8 @@ def architecture_of(config: dict[str, Any], path: Path) -> str:
 
 def _text_part(fields: Fields) -> Fields:
     """The text model in a config.json of a model of text and images, with what only stands outside; else all of it."""
-    text = fields.inner("text_config") if fields.content.get("architectures", [""])[0] in TEXT_PARTS else None
+    names = fields.content.get("architectures")
+    text = fields.inner("text_config") if names and names[0] in TEXT_PARTS else None
     if text is None:
         return fields
     outside = {

@@ -19,7 +19,7 @@ MOST = {
     "num_hidden_layers": 4096,
     "num_attention_heads": 4096,
     "head_dim": 4096,
-    "max_position_embeddings": 1 << 28,
+    "max_position_embeddings": 1 << 24,
     "num_experts": 4096,
 }
 DTYPES = ("float32", "float16", "bfloat16")

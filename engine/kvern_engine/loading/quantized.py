@@ -9,10 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from kvern_engine.loading.fields import shown
 from kvern_engine.model_config import Fp8Checkpoint
 
 _KV_SCALE = re.compile(r"(.*\.self_attn\.)(?:attn\.|[kqv]+_proj\.)?([kv])_scale")
 _OLD_KV_SCALE = re.compile(r"(.*\.self_attn\.)([kv])_proj\.output_scale")
+_HEAD_NAMES = ["lm_head", "re:.*lm_head", "re:.*lm_head.*"]
 _NOT_NEEDED = ("input_scale", "q_scale", "prob_scale")
 
 
@@ -28,44 +30,51 @@ def read_quantization(config: dict[str, Any], path: Path) -> Fp8Checkpoint | Non
         return None
     where = f"{path}: quantization_config"
     if not isinstance(quantization, dict):
-        raise QuantizationError(f"{where} must be an object, got {quantization!r}")
+        raise QuantizationError(f"{where} must be an object, got {shown(quantization)}")
     method = quantization.get("quant_method", "unknown")
     if method == "compressed-tensors":
         return _compressed_tensors(quantization, where)
     if method == "fp8":
         return _native_fp8(quantization, where)
     raise QuantizationError(
-        f"{where}.quant_method is {method!r}, which is not supported; use the unquantized model, a checkpoint in FP8 "
-        "(compressed-tensors or fp8) or a GGUF file"
+        f"{where}.quant_method is {shown(method)}, which is not supported; use the unquantized model, a checkpoint in "
+        "FP8 (compressed-tensors or fp8) or a GGUF file"
     )
 
 
 def _compressed_tensors(quantization: dict[str, Any], where: str) -> Fp8Checkpoint:
     layout = quantization.get("format", "float-quantized")
     if layout != "float-quantized":
-        raise QuantizationError(f"{where}.format is {layout!r}, which is not supported; supported: 'float-quantized'")
+        raise QuantizationError(
+            f"{where}.format is {shown(layout)}, which is not supported; supported: 'float-quantized'"
+        )
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         count = len(groups) if isinstance(groups, dict) else 0
         raise QuantizationError(f"{where}.config_groups must hold one group for all linear layers, got {count}")
     name, group = next(iter(groups.items()))
     where_group = f"{where}.config_groups.{name}"
+    group = _object(group, where_group)
     if group.get("targets") != ["Linear"]:
-        raise QuantizationError(f"{where_group}.targets must be ['Linear'], got {group.get('targets')!r}")
-    weights = group.get("weights") or {}
+        raise QuantizationError(f"{where_group}.targets must be ['Linear'], got {shown(group.get('targets'))}")
+    weights = _object(group.get("weights") or {}, f"{where_group}.weights")
     for field, wanted in (("num_bits", 8), ("type", "float"), ("symmetric", True)):
         if weights.get(field, wanted) != wanted:
-            raise QuantizationError(f"{where_group}.weights.{field} must be {wanted!r}, got {weights[field]!r}")
+            raise QuantizationError(f"{where_group}.weights.{field} must be {wanted!r}, got {shown(weights[field])}")
     strategy = weights.get("strategy", "tensor")
     if strategy not in ("tensor", "channel"):
         raise QuantizationError(
-            f"{where_group}.weights.strategy is {strategy!r}, which is not supported; supported: 'tensor', 'channel'"
+            f"{where_group}.weights.strategy is {shown(strategy)}, which is not supported; supported: 'tensor', "
+            "'channel'"
         )
     kv_scheme = quantization.get("kv_cache_scheme")
     if kv_scheme is not None:
+        kv_scheme = _object(kv_scheme, f"{where}.kv_cache_scheme")
         for field, wanted in (("num_bits", 8), ("type", "float"), ("strategy", "tensor"), ("dynamic", False)):
             if kv_scheme.get(field, wanted) != wanted:
-                raise QuantizationError(f"{where}.kv_cache_scheme.{field} must be {wanted!r}, got {kv_scheme[field]!r}")
+                raise QuantizationError(
+                    f"{where}.kv_cache_scheme.{field} must be {wanted!r}, got {shown(kv_scheme[field])}"
+                )
     head = _head_is_quantized(quantization.get("ignore") or [], f"{where}.ignore")
     return Fp8Checkpoint(strategy == "channel", head, kv_scheme is not None)
 
@@ -73,19 +82,28 @@ def _compressed_tensors(quantization: dict[str, Any], where: str) -> Fp8Checkpoi
 def _native_fp8(quantization: dict[str, Any], where: str) -> Fp8Checkpoint:
     if quantization.get("weight_block_size") is not None:
         raise QuantizationError(
-            f"{where}.weight_block_size is {quantization['weight_block_size']!r}: scales of blocks are not supported; "
-            "use a checkpoint with one scale a weight or an output channel"
+            f"{where}.weight_block_size is {shown(quantization['weight_block_size'])}: scales of blocks are not "
+            "supported; use a checkpoint with one scale a weight or an output channel"
         )
     ignored = quantization.get("ignored_layers") or quantization.get("modules_to_not_convert") or []
     head = _head_is_quantized(ignored, f"{where}.ignored_layers")
     return Fp8Checkpoint(False, head, quantization.get("kv_cache_scheme") is not None)
 
 
-def _head_is_quantized(ignored: list[str], where: str) -> bool:
-    others = [name for name in ignored if name not in ("lm_head", "re:.*lm_head", "re:.*lm_head.*")]
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise QuantizationError(f"{where} must be an object, got {shown(value)}")
+    return value
+
+
+def _head_is_quantized(ignored: Any, where: str) -> bool:
+    if not isinstance(ignored, list):
+        raise QuantizationError(f"{where} must be a list of layers, got {shown(ignored)}")
+    others = [name for name in ignored if name not in _HEAD_NAMES]
     if others:
         raise QuantizationError(
-            f"{where} names {others[0]!r}: decoder layers that stay unquantized are not supported; only 'lm_head' is"
+            f"{where} names {shown(others[0])}: decoder layers that stay unquantized are not supported; only "
+            "'lm_head' is"
         )
     return not ignored
 

@@ -12,7 +12,7 @@ from kvern_engine.loading.fields import Fields
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _ALIASES = {"su": "longrope"}
-_MOST_POSITIONS = 1 << 28
+_MOST_POSITIONS = 1 << 24
 _YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
 

@@ -114,6 +114,12 @@ def test_every_spelling_of_rope(folder: Callable[..., ModelFiles], fields: dict[
     assert config.rope_theta == 500000.0 and config.rope_scaling == {"rope_type": "llama3", **LLAMA3}
 
 
+def test_a_file_that_names_only_its_type(folder: Callable[..., ModelFiles]) -> None:
+    for names in ([], None):
+        found = read_model_config(folder(architectures=names, model_type="qwen2"))
+        assert found.architecture == "Qwen2ForCausalLM" and found.attention_bias
+
+
 def test_eos_ids_are_united(folder: Callable[..., ModelFiles]) -> None:
     files = folder(eos_token_id=[7, 8], generation={"eos_token_id": [8, 9]}, torch_dtype="float16", bos_token_id=1)
     config = read_model_config(files)
@@ -136,6 +142,9 @@ def test_generation_defaults(folder: Callable[..., ModelFiles]) -> None:
         ({"architectures": ["Qwen3NextForCausalLM"]}, "is not supported (the nearest is Qwen3ForCausalLM); supported"),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of names, got 'LlamaForCausalLM'"),
         ({"architectures": None}, "architecture None is not supported"),
+        ({"architectures": [], "model_type": ["llama"]}, "architecture ['llama'] is not supported"),
+        ({"eos_token_id": 1000}, "token id 1000 is beyond the vocabulary of 1,000"),
+        ({"bos_token_id": 5000}, "token id 5000 is beyond the vocabulary of 1,000"),
         ({"architectures": [], "model_type": "mamba"}, "architecture 'mamba' is not supported"),
         ({"hidden_size": None}, "hidden_size is missing; it must be a whole number above 0"),
         ({"vocab_size": "many"}, "vocab_size must be a whole number above 0, got 'many'"),

@@ -46,6 +46,15 @@ def test_what_is_read() -> None:
         (group(strategy="block"), "weights.strategy is 'block', which is not supported; supported: 'tensor', 'chan"),
         ({**group(), "ignore": ["lm_head", "re:.*down"]}, "ignore names 're:.*down': decoder layers that stay"),
         ({**group(), "kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme.num_bits must be 8, got 4"),
+        ({**group(), "config_groups": {"g": 5}}, "config_groups.g must be an object, got 5"),
+        (
+            {**group(), "config_groups": {"g": {"targets": ["Linear"], "weights": [1]}}},
+            "g.weights must be an object, got",
+        ),
+        ({**group(), "kv_cache_scheme": "static"}, "kv_cache_scheme must be an object, got 'static'"),
+        ({**group(), "ignore": "lm_head"}, "ignore must be a list of layers, got 'lm_head'"),
+        ({**group(), "ignore": [{}]}, "ignore names {}: decoder layers that stay unquantized"),
+        ({"quant_method": ["x"] * 1000}, "quant_method is a list of 1,000 entries, which is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_block_size is [128, 128]: scales of blocks"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["re:.*mlp.*"]}}},
