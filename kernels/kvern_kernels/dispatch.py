@@ -11,7 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import activation, attention, cpu_attention, decode_inputs, fp8, int8, large_products, norm, rotary, sampling
+from . import (
+    activation,
+    attention,
+    cpu_attention,
+    decode_inputs,
+    fp8,
+    int8,
+    large_products,
+    norm,
+    plain_attention,
+    rotary,
+    sampling,
+)
 from .decode_inputs import DecodeInputs
 from .each_alone import attend_each_alone
 from .fp8 import Fp8Weight, ScaledRows
@@ -95,8 +107,8 @@ def paged_attention(
     """Causal attention of decode and prefill rows over the paged cache in one call; see `attention.py`. `kv_scales`
     [2, Hkv] float32: of a cache in FP8.
 
-    The Triton kernels know neither windows nor soft caps: on a GPU such layers run the reference, which a CUDA graph
-    cannot record. Raises RuntimeError in one.
+    The Triton kernels know neither windows nor soft caps: on a GPU such layers run plain operations
+    (`plain_attention.py`), which a CUDA graph cannot record. Raises RuntimeError in one.
     """
     if meta.each_alone and not (_triton(q) and window is None and softcap is None):
         return attend_each_alone(
@@ -109,7 +121,7 @@ def paged_attention(
             return attention_triton.paged_attention(q, kv, meta, scale, kv_scales)
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("attention with a window or a soft cap cannot be recorded in a CUDA graph")
-        return attention.paged_attention(q, kv, meta, scale, kv_scales, window, softcap)
+        return plain_attention.paged_attention(q, kv, meta, scale, kv_scales, window, softcap)
     if _FORCED == "reference":
         return attention.paged_attention(q, kv, meta, scale, kv_scales, window, softcap)
     return cpu_attention.paged_attention(q, kv, meta, scale, kv_scales, window, softcap)

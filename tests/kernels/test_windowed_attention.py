@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvern_kernels import AttentionMetadata, attention, cpu_attention, cpu_plan, norm, paged_attention
+from kvern_kernels import (
+    AttentionMetadata,
+    attention,
+    cpu_attention,
+    cpu_plan,
+    norm,
+    paged_attention,
+    plain_attention,
+)
 from kvern_kernels.attention import first_seen
 
 torch.set_num_threads(1)
@@ -78,6 +86,29 @@ def test_cpu_equals_reference(query_lens, seq_lens, window, softcap):
         got = cpu_attention.paged_attention(q, kv, meta, 0.3, None, window, softcap)
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
         assert torch.equal(got, paged_attention(q, kv, meta, 0.3, None, window, softcap))
+
+
+@pytest.mark.parametrize("most", [1, 3000, 1 << 26])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 5, 16])
+@pytest.mark.parametrize(("query_lens", "seq_lens"), CASES[2:])
+def test_what_a_gpu_runs_equals_reference(query_lens, seq_lens, window, softcap, most, monkeypatch):
+    monkeypatch.setattr(plain_attention, "MOST_NUMBERS", most)
+    q, kv, meta = batch(query_lens, seq_lens, window=window)
+    expected = attention.paged_attention(q, kv, meta, 0.3, None, window, softcap)
+    got = plain_attention.paged_attention(q, kv, meta, 0.3, None, window, softcap)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_padded_rows_and_a_cache_in_fp8_on_a_gpu():
+    q, kv, meta = batch([1, 1, 1, 4], [9, 7, 30, 25], window=8)
+    meta.seq_lens[1] = 0
+    meta.seq_lens_list = None
+    stored, scales = kv.nan_to_num().to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.5
+    got = plain_attention.paged_attention(q.bfloat16(), stored, meta, 0.3, scales, 8, 2.0)
+    expected = attention.paged_attention(q.bfloat16(), stored, meta, 0.3, scales, 8, 2.0)
+    assert got.dtype == torch.bfloat16 and got[1].abs().sum() == 0
+    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
 
 
 @settings(max_examples=60, deadline=None)

@@ -122,9 +122,9 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag=True):
     load_seconds: dict[str, float] = {}  # phase -> seconds, for the start-up report
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-
-
     sliding_window: int | None = None
+
+
 class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """A worker gives up: `message` is for people, `during` the phase (load, profile, step)."""
 

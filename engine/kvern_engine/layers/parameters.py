@@ -80,14 +80,21 @@ def split_by_inputs(
 
 
 def fused_outputs(
-    name: str, layer: Linear, parts: Sequence[tuple[Slice, int]], order: Tensor | None = None, transposed: bool = False
+    name: str,
+    layer: Linear,
+    parts: Sequence[tuple[Slice, int]],
+    order: Tensor | None = None,
+    transposed: bool = False,
+    scales_of_rows: bool = False,
 ) -> Destinations:
     """A layer whose parts, given as (outputs held, outputs in all), are one tensor in the checkpoint too, one below the
     other. `order`: of each part but the last, the outputs are stored in this order within each len(order) of them.
-    `transposed`: the checkpoint's weight is [in_features, outputs]."""
+    `transposed`: the checkpoint's weight is [in_features, outputs]. With the scales of weights that come in FP8."""
     sizes = [total for _, total in parts]
 
     def pick(stored: Tensor) -> Tensor:
+        if stored.dtype == torch.float8_e4m3fn:  # few of torch's operations move that type
+            return pick(stored.view(torch.uint8)).view(stored.dtype)
         found = []
         for number, ((held, _), rows) in enumerate(zip(parts, stored.split(sizes), strict=True)):
             rows = rows[held.start : held.stop]
@@ -103,6 +110,9 @@ def fused_outputs(
     }
     if layer.bias is not None:
         destinations[f"{name}.bias"] = Destination(layer.bias, WeightPart.whole(shape[0]), pick)
+    if layer.scales is not None:
+        rows = Destination(layer.scales, WeightPart.whole(shape[0]), pick)
+        destinations[f"{name}.weight_scale"] = rows if scales_of_rows else Destination(layer.scales, WeightPart.whole())
     return destinations
 
 

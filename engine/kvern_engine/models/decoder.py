@@ -27,12 +27,17 @@ from kvern_kernels import AttentionMetadata, Fp8Weight, quantize_rows, restore_r
 
 
 class DecoderLayer(Protocol):
-    """A layer of a family. `capturable`: it reads nothing back from the device, so that a CUDA graph can record it."""
-
-    attention: SelfAttention
-    capturable: bool
+    """A layer of a family."""
 
     def __init__(self, build: Build, index: int) -> None: ...
+
+    @property
+    def attention(self) -> SelfAttention: ...
+
+    @property
+    def capturable(self) -> bool:
+        """It reads nothing back from the device, so that a CUDA graph can record it."""
+        ...
 
     def __call__(
         self,

@@ -17,8 +17,9 @@ class Phi3Attention(SelfAttention):
         rotated = config.rotary_dim or head_dim
         order = rotary_order(head_dim, rotated) if rotated < head_dim else None
         parts = [(self._q, q), (self._kv, kv), (self._kv, kv)]
-        return fused_outputs(f"{prefix}qkv_proj", self.qkv_proj, parts, order) | split_by_inputs(
-            prefix, self.o_proj, "o_proj", self._q, q
+        rows = config.fp8 is not None and config.fp8.per_channel
+        return fused_outputs(f"{prefix}qkv_proj", self.qkv_proj, parts, order, scales_of_rows=rows) | split_by_inputs(
+            prefix, self.o_proj, "o_proj", self._q, q, rows
         )
 
 
@@ -27,9 +28,9 @@ class Phi3MLP(GatedMLP):
         self, prefix: str, names: tuple[str, str, str] = ("gate_up_proj", "", "down_proj")
     ) -> Destinations:
         merged, _, down = names
-        parts = [(self.inner, self.total)] * 2
-        return fused_outputs(f"{prefix}{merged}", self.gate_up_proj, parts) | split_by_inputs(
-            prefix, self.down_proj, down, self.inner, self.total
+        parts, rows = [(self.inner, self.total)] * 2, self._scales_of_rows
+        return fused_outputs(f"{prefix}{merged}", self.gate_up_proj, parts, scales_of_rows=rows) | split_by_inputs(
+            prefix, self.down_proj, down, self.inner, self.total, rows
         )
 
 

@@ -146,6 +146,23 @@ def fp8_choice(config: EngineConfig, model: ModelConfig) -> tuple[str | None, bo
     return own, kv_cache
 
 
+def check_quantizable(model: ModelConfig, quantization: str | None, quantizable: bool) -> None:
+    """Raises ValueError where the weights are to be in FP8 in a family that has no such layers."""
+    if quantization is None or quantizable:
+        return
+    if model.fp8 is not None:
+        raise ValueError(f"checkpoints of {model.architecture} in FP8 are not supported yet; use the unquantized model")
+    raise ValueError(
+        f"quantization={quantization} is not supported for {model.architecture} yet; leave quantization out"
+    )
+
+
+def shared_window(model: ModelConfig, max_model_len: int) -> int | None:
+    """The window that all layers have, where sequences grow beyond it: blocks behind it can be given back."""
+    window = model.window_of_all
+    return None if window is None or window >= max_model_len else window
+
+
 def cpu_threads(explicit: str | None, openmp: str | None, cores: int, ranks: int) -> int:
     """Threads of one worker on a CPU: KVERN_CPU_THREADS (`explicit`), else OMP_NUM_THREADS (`openmp`), else the `cores`
     this process may use, divided between the `ranks` on this machine. Raises ValueError for a bad number."""
@@ -175,20 +192,3 @@ def place_in_pod(rank: str | None, world: str | None, layout: Layout, global_ran
     if place.rank >= place.world:
         raise ValueError(f"KVERN_LOCAL_RANK must be below KVERN_LOCAL_WORLD ({place.world}), got {place.rank}")
     return place
-def check_quantizable(model: ModelConfig, quantization: str | None, quantizable: bool) -> None:
-    """Raises ValueError where the weights are to be in FP8 in a family that has no such layers."""
-    if quantization is None or quantizable:
-        return
-    if model.fp8 is not None:
-        raise ValueError(f"checkpoints of {model.architecture} in FP8 are not supported yet; use the unquantized model")
-    raise ValueError(
-        f"quantization={quantization} is not supported for {model.architecture} yet; leave quantization out"
-    )
-
-
-def shared_window(model: ModelConfig, max_model_len: int) -> int | None:
-    """The window that all layers have, where sequences grow beyond it: blocks behind it can be given back."""
-    window = model.window_of_all
-    return None if window is None or window >= max_model_len else window
-
-

@@ -90,6 +90,8 @@ class Worker:
                 self.config, self.device.type, self._device_name(), self.max_model_len
             )
             self._quantization, self._fp8_kv = limits.fp8_choice(self.config, model_config)
+            quantizable = model_class(model_config.architecture).quantizable
+            limits.check_quantizable(model_config, self._quantization, quantizable)
             dtype = self._dtype(model_config)
         if self.parallel is None:
             with self._phase("join", report):
@@ -108,10 +110,6 @@ class Worker:
             with self._phase("graphs", report), self._out_of_memory("CUDA graphs (see enforce_eager)"):
                 decode, mixed = self.runner.add_graphs()
                 mixed.capture(mixed.sizes, lambda share: report("graphs", share / 2))
-            quantizable = model_class(model_config.architecture).quantizable
-            limits.check_quantizable(model_config, self._quantization, quantizable)
-            limits.check_offload(self.config.cpu_offload_gb, self.device.type, self._quantization)
-            limits.check_invariant(self.config, model_config)
                 decode.capture(_sizes_at_start(decode), lambda share: report("graphs", 0.5 + share / 2))
                 torch.cuda.synchronize(self.device)
         if self.device.type == "cuda":
@@ -130,6 +128,7 @@ class Worker:
             load_seconds=self._seconds,
             max_num_seqs=self.step_limits.max_num_seqs,
             max_num_batched_tokens=self.step_limits.max_num_batched_tokens,
+            sliding_window=limits.shared_window(model_config, self.max_model_len),
         )
 
     def execute(self, plan: StepPlan, return_logits: bool = False) -> Pending:
@@ -151,7 +150,6 @@ class Worker:
 
     @property
     def knows_tokens(self) -> bool:
-            sliding_window=limits.shared_window(model_config, self.max_model_len),
         """This rank's results hold the sampled tokens: all ranks of the last stage have the same ones."""
         return self.layout.coordinates(self.rank)[1] == self.layout.pipeline - 1
 
@@ -164,9 +162,7 @@ class Worker:
         # A graph is a whole step, from the row tables to the sampled tokens: a stage of several cannot be one. Nor can
         # a rank of several: capturing NCCL's all-reduces in it hung on two H200s.
         alone = self.layout.pipeline == 1 and self.layout.tensor == 1
-        eager = self.config.enforce_eager or self.config.batch_invariant  # graphs have as many sizes as batches
-        eager = eager or self.config.cpu_offload_gb > 0  # copies from the host are none of a graph's nodes
-        return self.device.type == "cuda" and not eager and alone and self.model.capturable
+        return self.device.type == "cuda" and not self.config.enforce_eager and alone and self.model.capturable
 
     @contextmanager
     def _phase(self, name: str, report: Progress) -> Iterator[None]:
