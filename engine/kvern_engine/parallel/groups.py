@@ -30,6 +30,8 @@ from kvern_engine.parallel.layout import Layout, ModelShard, model_shard
 
 JOIN_SECONDS = 120.0  # how long a rank waits for the others of its engine
 _POLL_SECONDS = 0.05
+_LEAST_CONNECT_SECONDS = 30.0  # to connect in, however late the last rank came
+_OPERATION_SECONDS = 1800.0  # torch's own default for gloo; that a rank is gone is noticed by others, and sooner
 _MOST_SENDS = 8  # unfinished sends after which the oldest is waited for: what bounds the memory they hold
 
 
@@ -38,7 +40,8 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 
 
 class RankMissingError(ValueError):
-    """Ranks of an engine did not join in time; the text names them and says how long this one waited."""
+    """Ranks of an engine did not join, or could not be connected to, in time; the text says which, where and for how
+    long this one waited."""
 
 
 class TensorGroup:
@@ -167,8 +170,8 @@ def init_parallel(
 
     `rendezvous` is where: `file:///path` within a pod (a file that no earlier engine has used), `tcp://host:port`
     across pods, where the engine's first rank listens. `device`: where this rank computes; a CUDA device is talked to
-    through NCCL and must be the current one. `timeout` in seconds. Raises RankMissingError; ValueError for a bad
-    rendezvous or a port that is taken.
+    through NCCL and must be the current one. `timeout` in seconds, for meeting and connecting. Raises RankMissingError;
+    ValueError for a bad rendezvous or a port that is taken.
     """
     if layout.coordinates(rank)[0] != engine:
         raise ValueError(f"rank {rank} is not one of engine {engine} in {layout}")
@@ -178,24 +181,75 @@ def init_parallel(
     begin = time.monotonic()
     store = _open_store(rendezvous, within == 0, rank, layout.ranks_of(engine)[0], timeout)
     _meet(store, layout.ranks_of(engine), rank, engine, rendezvous, begin + timeout)
-    cuda = device is not None and device.type == "cuda"
-    options: dict[str, Any] = {"device_id": device} if cuda else {}
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", store=PrefixStore("groups", store), rank=within, world_size=size, **options
-    )
-    return _connect(layout, engine, rank, device if cuda else None)
+    met = time.monotonic()
+    maker = _GroupMaker(store, max(begin + timeout, met + _LEAST_CONNECT_SECONDS), device)
+    try:
+        maker.make_world(within, size)
+        context = _connect(layout, engine, rank, maker)
+        maker.finish(timeout)
+    except RuntimeError as error:
+        if not maker.is_late:
+            raise
+        raise RankMissingError(
+            f"rank {rank} of engine {engine} met all {size} ranks at {rendezvous} but could not connect to them within "
+            f"{time.monotonic() - met:.0f} s: {_first_line(error)}"
+        ) from error
+    return context
 
 
-def _connect(layout: Layout, engine: int, rank: int, device: torch.device | None) -> ParallelContext:
+class _GroupMaker:
+    """Makes process groups of the ranks that met in `store`, until `deadline` (time.monotonic()): after it RuntimeError
+    is raised and `is_late`. Without that torch would wait for half an hour for a rank that hangs.
+
+    gloo keeps one timeout for connecting and for each later operation; `finish` sets the latter to its own. NCCL's is
+    for operations alone, and what it exchanges to connect is waited for by the store's.
+    """
+
+    def __init__(self, store: Any, deadline: float, device: torch.device | None) -> None:
+        self._store, self._deadline = store, deadline
+        self.device = device if device is not None and device.type == "cuda" else None
+        self._mine: list[Any] = []  # gloo's groups that this rank is in
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() >= self._deadline - 0.5  # torch was given what was left, in milliseconds
+
+    def _limit(self) -> dict[str, timedelta]:
+        left = timedelta(seconds=max(0.1, self._deadline - time.monotonic()))
+        self._store.set_timeout(left)
+        return {} if self.device is not None else {"timeout": left}
+
+    def make_world(self, rank: int, size: int) -> None:
+        """The group of all of them."""
+        options: dict[str, Any] = {"device_id": self.device} if self.device is not None else {}
+        backend, store = "nccl" if self.device is not None else "gloo", PrefixStore("groups", self._store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options, **self._limit())
+        self._mine.append(dist.group.WORLD)
+
+    def make(self, ranks: list[int]) -> Any:
+        """A group of some of them; all must call this."""
+        group = dist.new_group(ranks, **self._limit())
+        if dist.get_rank() in ranks:
+            self._mine.append(group)
+        return group
+
+    def finish(self, timeout: float) -> None:
+        """All are made: from now on time is given to operations. `timeout` for what NCCL connects on first use."""
+        self._store.set_timeout(timedelta(seconds=timeout))
+        for group in self._mine if self.device is None else ():
+            group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=_OPERATION_SECONDS))
+
+
+def _connect(layout: Layout, engine: int, rank: int, maker: _GroupMaker) -> ParallelContext:
     """The process groups of every stage and column; all ranks make all of them, in the same order."""
-    first = layout.ranks_of(engine)[0]
+    device, first = maker.device, layout.ranks_of(engine)[0]
     _, stage, tensor_rank = layout.coordinates(rank)
     stages = [[r - first for r in layout.stage_ranks(engine, s)] for s in range(layout.pipeline)]
     if layout.pipeline == 1:
         return ParallelContext(layout, rank, TensorGroup(layout.tensor, tensor_rank, dist.group.WORLD), device=device)
-    tensor_groups = [dist.new_group(ranks) if layout.tensor > 1 else None for ranks in stages]
+    tensor_groups = [maker.make(ranks) if layout.tensor > 1 else None for ranks in stages]
     columns = [list(ranks) for ranks in zip(*stages, strict=True)]
-    pipelines = [(dist.new_group(ranks), dist.new_group(ranks)) for ranks in columns]
+    pipelines = [(maker.make(ranks), maker.make(ranks)) for ranks in columns]
     return ParallelContext(
         layout,
         rank,
