@@ -1,7 +1,7 @@
 """What reconcile makes of a spec, on a real API server: every object is taken by it, restricted Pod Security warns of
 none, and what it gives back needs no second write.
 
-Needs no node, as test_0_bad_manifests.py, and no operator: one that runs would write the same objects.
+Needs no node, as test_7_bad_manifests.py, and no operator: one that runs would write the same objects.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The manifests that the API server refuses in the end-to-end tests: the loader refuses the same ones.
 
-e2e/test_0_bad_manifests.py asks a real API server; here the models do, so that `kvern up` and `kubectl apply` agree.
+e2e/test_7_bad_manifests.py asks a real API server; here the models do, so that `kvern up` and `kubectl apply` agree.
 """
 
 from pathlib import Path
