@@ -5,11 +5,10 @@ One object a choice of a request. Each token costs time in proportion to its own
 """
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-REPLACEMENT = "\ufffd"
-_MAX_HELD_TOKENS = 8  # of a decoder that we do not know: past this, bytes that form no character are given up on
+from kvern_engine.token_text import TextStream
 
 
 class _Decoding(Protocol):
@@ -22,7 +21,7 @@ class _Decoding(Protocol):
 
     def token_bytes(self, token_id: int, /) -> bytes: ...
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+    def text_stream(self, skip_special_tokens: bool = True) -> TextStream: ...
 
 
 class IncrementalDetokenizer:
@@ -49,9 +48,11 @@ class IncrementalDetokenizer:
         self._matchers = [_StopMatcher(text) for text in stop]
         self._held = ""  # decoded, but it may be the beginning of a stop string
         self._finished = False
-        make: Callable[..., _ByteDecoder | _WindowDecoder]
-        make = _ByteDecoder if tokenizer.is_byte_level else _WindowDecoder
-        self._decoder = make(tokenizer, skip_special_tokens)
+        self._decoder: TextStream
+        if tokenizer.is_byte_level:
+            self._decoder = _ByteStream(tokenizer, skip_special_tokens)
+        else:
+            self._decoder = tokenizer.text_stream(skip_special_tokens)
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is safe to send now. Nothing more comes after a stop string."""
@@ -132,7 +133,7 @@ class _StopMatcher:
         return complete
 
 
-class _ByteDecoder:
+class _ByteStream:
     """For byte-level vocabularies: the text is the bytes of the tokens, decoded as UTF-8 arrives."""
 
     def __init__(self, tokenizer: _Decoding, skip_special_tokens: bool) -> None:
@@ -146,38 +147,3 @@ class _ByteDecoder:
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
-
-
-class _WindowDecoder:
-    """For any other decoder, where a token's text depends on its neighbours (spaces that are stripped at the start,
-    bytes joined to characters): decodes a short window of tokens with and without the new ones; the difference is new.
-    """
-
-    def __init__(self, tokenizer: _Decoding, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._context: list[int] = []  # tokens whose text was given, the last few
-        self._context_text = ""
-        self._new: list[int] = []
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-    def push(self, tokens: Sequence[int]) -> str:
-        return "".join([self._push_one(token) for token in tokens if token not in self._skip])
-
-    def _push_one(self, token: int) -> str:
-        self._new.append(token)
-        text = self._decode(self._context + self._new)
-        incomplete = text.endswith(REPLACEMENT) and len(self._new) <= _MAX_HELD_TOKENS
-        if incomplete or len(text) <= len(self._context_text):
-            return ""
-        new = text[len(self._context_text) :]
-        self._context, self._new = self._new, []
-        self._context_text = self._decode(self._context)
-        return new
-
-    def flush(self) -> str:
-        text = self._decode(self._context + self._new)[len(self._context_text) :] if self._new else ""
-        self._new = []
-        return text

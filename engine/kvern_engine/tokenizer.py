@@ -4,22 +4,23 @@
 Decoding a stream token by token is `detokenizer.py`'s task.
 """
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from kvern_engine.loading.chat_template import ChatTemplate, ChatTemplateError, read_override, read_sources
+from kvern_engine.loading.chat_template import SECONDS, ChatTemplate, ChatTemplateError, read_override, read_sources
 from kvern_engine.loading.config import json_eos, read_json
+from kvern_engine.loading.folder_tokenizer import TokenizerFolder
 from kvern_engine.loading.gguf import GGUFFile
 from kvern_engine.loading.gguf_config import gguf_eos
 from kvern_engine.loading.gguf_tokenizer import TokenizerError, build_tokenizer
 from kvern_engine.loading.resolve import ModelFiles
+from kvern_engine.token_text import MakeStream, TextStream, byte_of, stream_maker
 
 __all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError", "load_tokenizer"]
-
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _MAX_ID = 2**32 - 1  # the library's ids are unsigned 32-bit numbers
 
@@ -47,7 +48,7 @@ class Tokenizer:
         *,
         special_tokens: dict[str, str],
         eos_token_ids: tuple[int, ...],
-        templates: dict[str, str],
+        template: ChatTemplate | None = None,
     ) -> None:
         backend.no_truncation()  # a tokenizer.json may carry the truncation and padding of its training
         backend.no_padding()
@@ -57,7 +58,7 @@ class Tokenizer:
         self.bos_token_id = self._id(special_tokens.get("bos_token"))
         eos = self._id(special_tokens.get("eos_token"))
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if eos is None else [eos])]))
-        self._template = ChatTemplate(templates, special_tokens) if templates else None
+        self._template = template
         self._bytes: dict[int, bytes] = {}
 
     def _id(self, text: str | None) -> int | None:
@@ -74,8 +75,9 @@ class Tokenizer:
         return isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Special tokens written in the text become their ids; `add_special_tokens` is about
-        those that the model puts around a text (off for a rendered chat). Raises ValueError for invalid Unicode."""
+        """Token ids of `text`. Special tokens written in the text become their ids, as with transformers and vLLM,
+        unless the model's tokenizer_config.json says `split_special_tokens`; `add_special_tokens` is about those that
+        the model puts around a text (off for a rendered chat). Raises ValueError for invalid Unicode."""
         try:
             if len(text) > _LONG:
                 # Of the library's calls only those for batches let other threads run meanwhile.
@@ -90,8 +92,23 @@ class Tokenizer:
         if self.is_byte_level:
             skip = self.special_token_ids if skip_special_tokens else ()
             return b"".join([self.token_bytes(index) for index in ids if index not in skip]).decode("utf-8", "replace")
+        stream = self.text_stream(skip_special_tokens)
+        return stream.push(ids) + stream.flush()
+
+    def text_stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """A decoder of tokens that come one after the other, for vocabularies that are not byte-level."""
+        return self._make_stream(self.special_token_ids if skip_special_tokens else frozenset())
+
+    @cached_property
+    def _make_stream(self) -> MakeStream:
+        return stream_maker(self.backend.decoder, self._text_of, self._decode_at_once)
+
+    def _text_of(self, token_id: int) -> str | None:
+        return self.backend.id_to_token(token_id) if 0 <= token_id <= _MAX_ID else None
+
+    def _decode_at_once(self, ids: list[int]) -> str:
         possible = [index for index in ids if 0 <= index <= _MAX_ID]
-        return self.backend.decode(possible, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(possible, skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for: a byte-level token may be part of a character."""
@@ -101,15 +118,16 @@ class Tokenizer:
         return found
 
     def _compute_bytes(self, token_id: int) -> bytes:
-        text = self.backend.id_to_token(token_id) if 0 <= token_id <= _MAX_ID else None
+        text = self._text_of(token_id)
         if text is None:
             return b""
         if token_id in self._added:
             return text.encode("utf-8")
-        if self.is_byte_level and all(character in _BYTE_OF for character in text):
-            return bytes([_BYTE_OF[character] for character in text])
-        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):  # SentencePiece's byte tokens
-            return bytes([int(text[3:5], 16)])
+        if self.is_byte_level:
+            known = all(character in _BYTE_OF for character in text)
+            return bytes([_BYTE_OF[character] for character in text]) if known else text.encode("utf-8")
+        if (byte := byte_of(text)) is not None:
+            return bytes([byte])
         return text.replace("\u2581", " ").encode("utf-8")  # SentencePiece's mark of a space
 
     def token_text(self, token_id: int) -> str:
@@ -120,6 +138,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """Source of the default chat template; None where the model has none."""
         return self._template.sources["default"] if self._template else None
+
+    @property
+    def template_variables(self) -> frozenset[str] | None:
+        """Names of the variables that the chat templates read; None where the model has none."""
+        return self._template.check() if self._template else None
 
     def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The prompt of a conversation; encode it with `add_special_tokens=False`. Raises ChatTemplateError."""
@@ -137,12 +160,15 @@ def _refuse_surrogates(text: str) -> None:
         ) from error
 
 
-def load_tokenizer(files: ModelFiles, override: str | None = None, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    files: ModelFiles, override: str | None = None, chat_template: str | None = None, template_seconds: float = SECONDS
+) -> Tokenizer:
     """Reads the tokenizer of `files`.
 
     `override` is a folder, a tokenizer.json or a .gguf file to take it from instead; `chat_template` is a file with a
-    Jinja template (or the template itself). The ids that end an answer stay those of the model. Raises TokenizerError,
-    ChatTemplateError, ModelConfigError or GGUFError before anything large is read.
+    Jinja template (or the template itself), `template_seconds` what rendering a conversation may take. The ids that end
+    an answer stay those of the model. Raises TokenizerError, ChatTemplateError, ModelConfigError or GGUFError before
+    anything large is read.
     """
     own_templates = read_override(chat_template) if chat_template is not None else None
     path = _override_path(override) if override is not None else files.path
@@ -150,9 +176,21 @@ def load_tokenizer(files: ModelFiles, override: str | None = None, chat_template
     eos = gguf_eos(own_file.metadata) if own_file else json_eos(files.path, read_json(files.path / "config.json"))
     if path.suffix.lower() == ".gguf" and path.is_file():
         file = own_file if own_file and path == files.path else GGUFFile(path)
-        return _from_gguf(file, eos, own_templates)
-    folder, json_file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
-    return _from_folder(folder, json_file, eos, own_templates)
+        special = _gguf_special_tokens(file)
+        sources = own_templates if own_templates is not None else _gguf_templates(file)
+        build: Callable[[], tokenizers.Tokenizer] = partial(build_tokenizer, file)
+        eos = eos or gguf_eos(file.metadata)
+    else:
+        folder = TokenizerFolder(path)
+        special = folder.special_tokens
+        sources = own_templates if own_templates is not None else read_sources(folder.path, folder.config)
+        build = folder.build
+    # The template's process starts while the vocabulary is read.
+    template = ChatTemplate(sources, special, template_seconds) if sources else None
+    backend = build()
+    if template is not None:
+        template.check()
+    return Tokenizer(backend, special_tokens=special, eos_token_ids=eos, template=template)
 
 
 def _override_path(override: str) -> Path:
@@ -162,42 +200,23 @@ def _override_path(override: str) -> Path:
     return path
 
 
-def _from_folder(
-    folder: Path, json_file: Path, eos: tuple[int, ...], own_templates: dict[str, str] | None
-) -> Tokenizer:
-    if not json_file.is_file():
-        raise TokenizerError(
-            f"{folder} holds no {json_file.name}; save the tokenizer in the fast format (tokenizer.json) or pass "
-            "--tokenizer with a folder that has one"
-        )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(json_file))
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"{json_file}: not a readable tokenizer.json: {error}") from error
-    config_file = folder / "tokenizer_config.json"
-    config = read_json(config_file) if config_file.is_file() else {}
+def _gguf_special_tokens(file: GGUFFile) -> dict[str, str]:
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {}
-    for name in _SPECIAL_NAMES:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            special[name] = text
-    templates = read_sources(folder, config) if own_templates is None else own_templates
-    return Tokenizer(backend, special_tokens=special, eos_token_ids=eos, templates=templates)
-
-
-def _from_gguf(file: GGUFFile, eos: tuple[int, ...], own_templates: dict[str, str] | None) -> Tokenizer:
-    meta = file.metadata
-    backend = build_tokenizer(file)
-    tokens = meta["tokenizer.ggml.tokens"]
-    special = {}
-    for name, key in {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}.items():
-        index = meta.get(f"tokenizer.ggml.{key}_token_id")
-        if index is not None and index < len(tokens):
+    for name, key in names.items():
+        index = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(tokens, list) and isinstance(index, int) and 0 <= index < len(tokens):
             special[name] = tokens[index]
-    if own_templates is None:
-        key = "tokenizer.chat_template"
-        own_templates = {"default": meta[key]} if key in meta else {}
-        if own_templates and f"{key}.tool_use" in meta:
-            own_templates["tool_use"] = meta[f"{key}.tool_use"]
-    return Tokenizer(backend, special_tokens=special, eos_token_ids=eos or gguf_eos(meta), templates=own_templates)
+    return special
+
+
+def _gguf_templates(file: GGUFFile) -> dict[str, str]:
+    """tokenizer.chat_template, and tokenizer.chat_template.NAME for further ones."""
+    key = "tokenizer.chat_template"
+    found = {name.removeprefix(f"{key}."): text for name, text in file.metadata.items() if name.startswith(f"{key}.")}
+    if key in file.metadata:
+        found["default"] = file.metadata[key]
+    if found and "default" not in found:
+        found["default"] = next(iter(found.values()))
+    return found

@@ -1,5 +1,6 @@
 """Models that these tests read: tiny-kjv, SmolLM2 as installed, and GGUF files written by the `gguf` package."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from kvern_engine.loading.gguf import GGUFFile
 from kvern_engine.loading.resolve import ModelFiles, resolve_model
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 128, 96, 4, 2, 32, 2, 320
 
