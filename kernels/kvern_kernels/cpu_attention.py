@@ -97,7 +97,8 @@ def _scratch_like(kv: Tensor, numel: int) -> Tensor:
         buffers = _scratch.buffers = {}
     buffer = buffers.get(kv.dtype)
     if buffer is None or buffer.numel() < numel:
-        buffer = buffers[kv.dtype] = torch.empty(numel, dtype=kv.dtype)
+        with torch.inference_mode(False):  # to be written in and outside of that mode
+            buffer = buffers[kv.dtype] = torch.empty(numel, dtype=kv.dtype)
     return buffer[:numel]
 
 
