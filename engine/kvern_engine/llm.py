@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from kvern_engine.assemble import build_core
@@ -24,10 +25,11 @@ from kvern_engine.flags import explain
 from kvern_engine.ipc import AddRequest
 from kvern_engine.loading.config import read_generation_config, read_model_config
 from kvern_engine.loading.resolve import resolve_model
-from kvern_engine.offline import Job, Prompt, check_prompt, parse_prompts
+from kvern_engine.offline import Job, Prompt, check_prompt, check_tokens, parse_prompts
 from kvern_engine.offline_workers import OfflineWorkers
 from kvern_engine.outputs import RequestOutput
 from kvern_engine.parallel.layout import Layout, check_layout
+from kvern_engine.prompt_rules import bad_word_ids, truncated
 from kvern_engine.request import SamplingParams
 from kvern_engine.worker_client import GroupWorkerClient, InprocWorkerClient, Progress
 
@@ -191,7 +193,12 @@ class LLM:
         jobs = []
         for i, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
             ids = self.get_tokenizer().encode(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
+            if p.truncate_prompt_tokens is not None:
+                ids = truncated(ids, p.truncate_prompt_tokens, max(self.max_model_len - (p.max_tokens or 1), 1))
             check_prompt(i, ids, self.max_model_len, self.model_config.vocab_size)
+            check_tokens(p, self.model_config.vocab_size)
+            if p.bad_words:
+                p = replace(p, bad_words_token_ids=bad_word_ids(self.get_tokenizer(), p.bad_words))
             tokenizer = self.get_tokenizer() if p.detokenize else None
             jobs.append(Job(i, str(next(self._ids)), prompt.text, ids, p, tokenizer))
         return jobs

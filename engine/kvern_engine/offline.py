@@ -72,6 +72,19 @@ def check_prompt(index: int, ids: Sequence[int], max_model_len: int, vocab_size:
         raise ValueError(f"prompts[{index}] holds token id {wrong}: ids of this model go from 0 to {vocab_size - 1}")
 
 
+def check_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError for token ids in sampling parameters that the model does not have."""
+    named = {
+        "logit_bias": params.logit_bias or (),
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words_token_ids": [token for word in params.bad_words_token_ids for token in word],
+    }
+    for name, tokens in named.items():
+        if tokens and max(tokens) >= vocab_size:
+            raise ValueError(f"{name} holds token id {max(tokens)}: ids of this model go from 0 to {vocab_size - 1}")
+
+
 class _Choice:
     """One of the n answers as it grows."""
 
@@ -139,7 +152,8 @@ class Job:
             choice.logprobs += output.logprobs
         if output.prompt_logprobs:
             self._prompt_logprobs += output.prompt_logprobs
-        if self._watch_text and self._stop_string(choice, output.token_ids):
+        ends = output.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        if self._watch_text and self._stop_string(choice, output.token_ids[:-1] if ends else output.token_ids):
             if output.finish_reason is None:
                 self.stopped.append((self.request_id, output.index))
             return self._end(choice, "stop", choice.stop_reason)
@@ -160,6 +174,11 @@ class Job:
         choice.stop_reason = choice.detokenizer.stopped
         return True
 
+    def _shown_tokens(self, choice: _Choice) -> list[int]:
+        """Those whose text is shown: not an EOS or stop token that ended the answer, unless that is asked for."""
+        ended = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
+        return choice.token_ids[:-1] if ended and not self.params.include_stop_str_in_output else choice.token_ids
+
     def _end(self, choice: _Choice, reason: str, stop_reason: int | str | None) -> bool:
         choice.finish_reason, choice.stop_reason = reason, stop_reason
         self._left -= 1
@@ -177,7 +196,7 @@ class Job:
             text = "".join(choice.parts[self._streamed :])
             self._streamed = len(choice.parts)
         else:
-            text = choice.detokenizer.append(choice.token_ids[self._streamed :])
+            text = choice.detokenizer.append(self._shown_tokens(choice)[self._streamed :])
             self._streamed = len(choice.token_ids)
             choice.parts.append(text)
         if choice.finish_reason is not None and (rest := choice.detokenizer.finish()):
@@ -199,7 +218,7 @@ class Job:
         text = "".join(choice.parts)
         if choice.detokenizer is not None:
             if not self._watch_text:
-                text = choice.detokenizer.append(choice.token_ids)
+                text = choice.detokenizer.append(self._shown_tokens(choice))
             text += choice.detokenizer.finish()
         with_logprobs = self.params.logprobs is not None
         return CompletionOutput(

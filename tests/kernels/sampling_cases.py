@@ -127,3 +127,59 @@ def test_decode_inputs(block_size):
     for i, position in enumerate(positions.tolist()):
         used = (position + block_size) // block_size
         assert torch.equal(got.block_tables[i, :used], expected.block_tables[i, :used])
+
+
+COMBINED = [
+    {"temperature": [0.7]},
+    {"top_k": [5]},
+    {"top_p": [0.8]},
+    {"min_p": [0.1]},
+    {"top_k": [20], "top_p": [0.9], "temperature": [1.6]},
+    {"top_p": [0.7], "min_p": [0.02], "temperature": [2.0]},
+    {"top_k": [11], "top_p": [0.95], "min_p": [0.05], "temperature": [0.5]},
+]
+
+
+def kept_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """What is left of softmax(logits / temperature), in float64."""
+    probs = ((logits.double() - logits.double().max()) / temperature).exp()
+    probs[probs < min_p * probs.max()] = 0
+    falling, order = probs.sort(descending=True)
+    if top_k:
+        falling[top_k:] = 0
+    falling /= falling.sum()
+    falling[falling.cumsum(0) - falling >= top_p] = 0
+    return torch.zeros_like(probs).scatter_(0, order, falling / falling.sum())
+
+
+@pytest.mark.parametrize("setting", COMBINED, ids=lambda setting: ",".join(setting))
+def test_every_token_has_its_share_of_the_random_numbers(setting):
+    """Numbers spread evenly over [0, 1) meet each token as often as its probability says, give or take one."""
+    count, vocab = (4000 if DEVICE == "cuda" else 40), 50
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(2)).to(DEVICE) * 2
+    uniform = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).to(DEVICE)
+    rows = torch.zeros(count, dtype=torch.int32, device=DEVICE)
+    probs = kept_distribution(logits.cpu(), **{name: value[0] for name, value in setting.items()})
+    for got in run_both(logits.expand(count, vocab).contiguous(), state_of(1, vocab, **setting), uniform, rows):
+        counts = torch.bincount(got.cpu(), minlength=vocab)
+        assert counts[probs == 0].sum() == 0
+        assert (counts - probs * count).abs().max() <= 1.01
+
+
+def test_a_row_is_drawn_alike_in_any_batch():
+    """To the last bit of its decision: alone, among others, and at another place."""
+    vocab = 9001
+    logits = torch.randn(7, vocab, device=DEVICE) * 2
+    uniform = torch.rand(7, dtype=torch.float64, device=DEVICE)
+    setting = {
+        "temperature": [0.5, 0.0, 1.0, 1.5, 0.8, 1.0, 2.0],
+        "top_k": [vocab, vocab, 40, vocab, 300, vocab, vocab],
+        "top_p": [0.9, 1.0, 1.0, 0.5, 0.95, 1.0, 0.99],
+        "min_p": [0.0, 0.0, 0.0, 0.01, 0.0, 0.1, 0.0],
+    }
+    state = state_of(7, vocab, **setting)
+    together, _ = run_both(logits, state, uniform)
+    for picked in ([3], [6, 0], [2, 5, 4, 1]):
+        rows = torch.tensor(picked, dtype=torch.int32, device=DEVICE)
+        alone, _ = run_both(logits[picked], state, uniform[picked], rows)
+        assert alone.tolist() == together[picked].tolist()

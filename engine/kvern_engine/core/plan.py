@@ -36,6 +36,8 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
     suppress: list[int] = []  # EOS and stop token ids
     logprobs: int | None = None  # alternatives to report for each sampled token
     prompt_logprobs: int | None = None  # alternatives to report for each prompt token computed
+    allowed: list[int] | None = None  # the only tokens that may be sampled
+    bad_words: list[list[int]] = []  # the last token of each is banned where the others are the last generated ones
 
 
 class AddedRow(msgspec.Struct, array_like=True, frozen=True):

@@ -262,7 +262,7 @@ class Scheduler:
     def _count_prefix(self, seq: Sequence) -> None:
         """A first admission (not a resumption): how much of the prompt was found."""
         seq.num_cached = seq.num_hits
-        if self.pool.enable_prefix_caching and not seq.wants_prompt_logprobs:
+        if self.pool.enable_prefix_caching and seq.reads_prefix_cache:
             self._prefix_queries += seq.num_prompt
             self._prefix_hits += seq.num_hits
 

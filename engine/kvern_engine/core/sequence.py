@@ -177,6 +177,11 @@ class Sequence:
         return digests if len(digests) == count else digests[:count]
 
     @property
+    def reads_prefix_cache(self) -> bool:
+        """Its tokens may be taken from the prefix cache: no prompt logprobs are due, and the caller does not mind."""
+        return not (self.wants_prompt_logprobs or self.request.params.skip_reading_prefix_cache)
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Prompt logprobs are asked for and incomplete: each prompt token must be computed, none taken from a cache."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
@@ -226,4 +231,6 @@ def row_sampling(params: SamplingParams, seed: int, stops: frozenset[int], index
         suppress=sorted(stops) if params.min_tokens else [],
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+        allowed=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+        bad_words=[list(word) for word in params.bad_words_token_ids],
     )

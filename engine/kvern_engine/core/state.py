@@ -273,7 +273,7 @@ class Books:
     def cached_prefix(self, seq: Sequence) -> list[int]:
         """Blocks of the longest cached prefix, which leaves at least one token to compute (for its logits). With a
         window the first ones may be NO_BLOCK."""
-        if not self.pool.enable_prefix_caching or seq.wants_prompt_logprobs:
+        if not self.pool.enable_prefix_caching or not seq.reads_prefix_cache:
             return []
         size = self.pool.block_size
         digests = seq.block_digests((len(seq.tokens) - 1) // size, size)

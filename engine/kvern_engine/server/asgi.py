@@ -5,12 +5,13 @@ These endpoints are plain ASGI: a stream of tokens passes through as few layers 
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from kvern_engine.core.plan import TokenLogprobs
 from kvern_engine.server.engine_client import ClientGone, Mailbox
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.generation import Piece, Session, Usage
@@ -107,6 +108,9 @@ async def send_error(send: Send, error: ApiError) -> None:
 
 class Renderer(Protocol):
     """How the pieces of a session look: as events of a stream, or as one answer."""
+
+    def take_prompt_logprobs(self, prompt: int, entries: Sequence[TokenLogprobs]) -> Iterator[None]:
+        """Those of a prompt, before its first piece; yields now and then to let others run."""
 
     def events(self, pieces: list[Piece], session: Session) -> bytes: ...
 

@@ -65,5 +65,7 @@ class GenerateEndpoint(Generic[Q]):
                     )
                     for i, (ids, params) in enumerate(prompts)
                 ],
+                renderer.take_prompt_logprobs,
+                keep_tokens=bool(request.return_token_ids),
             )
             await run_session(session, renderer, bool(request.stream), context, receive, send)

@@ -4,8 +4,9 @@
 `release`. What the pieces look like on the wire is decided by `chat.py` and `completions.py`.
 """
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvern_engine.core.plan import TokenLogprobs
@@ -19,6 +20,8 @@ from kvern_engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+TakePromptLogprobs = Callable[[int, Sequence[TokenLogprobs]], Iterator[None]]
+
 
 @dataclass(slots=True)
 class Piece:
@@ -30,6 +33,7 @@ class Piece:
     first: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class Choice:
@@ -42,13 +46,14 @@ class Choice:
         "_logprobs",
         "_started",
         "_text",
+        "_tokens",
         "finish_reason",
         "index",
         "num_tokens",
         "stop_reason",
     )
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, index: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, index: int, keep_tokens: bool = False) -> None:
         self.index = index
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -60,11 +65,13 @@ class Choice:
         self._aligner = Aligner(tokenizer, params.skip_special_tokens) if params.logprobs is not None else None
         self._text = ""
         self._logprobs: list[TokenLogprobs] = []
+        self._tokens: list[int] | None = [] if keep_tokens else None
         self._started = False
 
     def feed(self, output: TokenOutput) -> None:
         """Take tokens in, up to the end."""
         tokens = output.token_ids
+        known = self.num_tokens
         self.num_tokens += len(tokens)
         # The token that ends an answer (EOS, a stop token) is counted, but is not part of the text.
         ends = output.finish_reason == "stop" and not self._include_stop
@@ -77,6 +84,8 @@ class Choice:
             self.num_tokens = detokenizer.tokens_used
         elif output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if self._tokens is not None:
+            self._tokens += tokens[: self.num_tokens - known]
         if self._aligner is not None:
             self._align(self._aligner, (output.logprobs or [])[: len(shown)], text)
         self._text += text
@@ -95,6 +104,8 @@ class Choice:
         logprobs = self._logprobs if self._aligner is not None else None
         piece = Piece(self.index, self._text, logprobs, not self._started, self.finish_reason, self.stop_reason)
         self._text, self._logprobs, self._started = "", [], True
+        if self._tokens is not None:
+            piece.token_ids, self._tokens = self._tokens, []
         return piece
 
 
@@ -114,18 +125,30 @@ class Usage:
 
 
 class Session:
-    """All prompts of one HTTP request in the engines. Read `next` until `done`, then `release` in any case."""
+    """All prompts of one HTTP request in the engines. Read `next` until `done`, then `release` in any case.
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, prompts: Sequence[AddRequest]) -> None:
+    `take_prompt_logprobs(prompt, entries)` gets those of a prompt before the first piece of its choices, and yields now
+    and then to let others run. `keep_tokens`: pieces carry token ids.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        prompts: Sequence[AddRequest],
+        take_prompt_logprobs: TakePromptLogprobs,
+        keep_tokens: bool = False,
+    ) -> None:
         self._client = client
+        self._take_prompt_logprobs = take_prompt_logprobs
         self.mailbox = Mailbox()
         self._prompts = prompts
         self._requests: list[EngineRequest] = []
         n = prompts[0].params.n
         self.choices = [
-            [Choice(tokenizer, prompt.params, p * n + i) for i in range(n)] for p, prompt in enumerate(prompts)
+            [Choice(tokenizer, prompt.params, p * n + i, keep_tokens) for i in range(n)]
+            for p, prompt in enumerate(prompts)
         ]
-        self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in prompts]
         self._left = [n] * len(prompts)
         self._open = len(prompts)
         self._cached = 0
@@ -153,8 +176,9 @@ class Session:
                 raise self._failure(request, output)
             if output.num_cached_tokens:
                 self._cached += output.num_cached_tokens
-            if output.prompt_logprobs:
-                self.prompt_logprobs[request.tag] += output.prompt_logprobs
+            if output.prompt_logprobs is not None:
+                for _ in self._take_prompt_logprobs(request.tag, output.prompt_logprobs):
+                    await asyncio.sleep(0)
             if stopped_here:
                 continue
             choice.feed(output)

@@ -6,11 +6,15 @@ the text that it belongs to, by counting bytes. Pure.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
+
+import msgspec
 
 from kvern_engine.core.plan import TokenLogprobs
 
+_encode = msgspec.json.Encoder().encode
+_SLICE = 32
 _LOWEST = -9999.0  # JSON has no -inf; OpenAI sends this instead
 
 
@@ -35,12 +39,52 @@ def label(names: TokenNames, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
 
-def chat_entry(names: TokenNames, entry: TokenLogprobs, top: int) -> dict[str, Any]:
+def numbered(names: TokenNames, token_id: int) -> str:
+    """A token as vLLM's return_tokens_as_token_ids asks for it."""
+    return f"token_id:{token_id}"
+
+
+Label = Callable[[TokenNames, int], str]
+
+
+def prompt_entry(names: TokenNames, entry: TokenLogprobs, top: int) -> dict[str, Any]:
+    """One element of vLLM's `prompt_logprobs`: token id -> logprob, rank and text, of the `top` most likely tokens and
+    of the prompt's own."""
+    pairs = zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
+    found = {token: (logprob, rank) for rank, (token, logprob) in enumerate(pairs, start=1)}
+    found.setdefault(entry.token_id, (entry.logprob, entry.rank))
+    return {
+        str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": label(names, token)}
+        for token, (logprob, rank) in found.items()
+    }
+
+
+class PromptLogprobs:
+    """The `prompt_logprobs` of a prompt as JSON, made piece by piece: they may be a million numbers."""
+
+    def __init__(self, names: TokenNames, top: int) -> None:
+        self._names, self._top = names, top
+        self._parts = [b"null"]  # nothing comes before the first token
+
+    def add(self, entries: Sequence[TokenLogprobs]) -> None:
+        self._parts += [_encode(prompt_entry(self._names, entry, self._top)) for entry in entries]
+
+    def json(self) -> msgspec.Raw:
+        return msgspec.Raw(b"[" + b",".join(self._parts) + b"]")
+
+
+def slices(entries: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]]:
+    """Pieces that take about a millisecond each."""
+    for at in range(0, len(entries), _SLICE):
+        yield entries[at : at + _SLICE]
+
+
+def chat_entry(names: TokenNames, entry: TokenLogprobs, top: int, name_of: Label = label) -> dict[str, Any]:
     """One element of a chat choice's `logprobs.content`."""
 
     def one(token_id: int, logprob: float) -> dict[str, Any]:
         raw = names.token_bytes(token_id)
-        return {"token": label(names, token_id), "logprob": finite(logprob), "bytes": list(raw)}
+        return {"token": name_of(names, token_id), "logprob": finite(logprob), "bytes": list(raw)}
 
     alternatives = zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
     return {**one(entry.token_id, entry.logprob), "top_logprobs": [one(t, lp) for t, lp in alternatives]}
@@ -49,16 +93,18 @@ def chat_entry(names: TokenNames, entry: TokenLogprobs, top: int) -> dict[str, A
 class CompletionLogprobs:
     """The `logprobs` object of a completions choice; `text_offset` runs on over the pieces of a stream."""
 
-    def __init__(self, names: TokenNames, top: int, skip_special_tokens: bool = True) -> None:
-        self._names, self._top = names, top
+    def __init__(
+        self, names: TokenNames, top: int, skip_special_tokens: bool = True, name_of: Label = label, offset: int = 0
+    ) -> None:
+        self._names, self._top, self._name_of = names, top, name_of
         self._skipped = names.special_token_ids if skip_special_tokens else frozenset()
-        self._offset = 0
+        self.offset = offset  # characters of text so far
 
     def first_token(self, token_id: int) -> dict[str, Any]:
         """The first token of an echoed prompt: nothing comes before it, so it has no logprob."""
         offset = self._advance(token_id)
         return {
-            "tokens": [label(self._names, token_id)],
+            "tokens": [self._name_of(self._names, token_id)],
             "token_logprobs": [None],
             "top_logprobs": [None],
             "text_offset": [offset],
@@ -66,11 +112,12 @@ class CompletionLogprobs:
 
     def of(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         tokens, values, tops, offsets = [], [], [], []
+        name_of = self._name_of
         for entry in entries:
-            tokens.append(label(self._names, entry.token_id))
+            tokens.append(name_of(self._names, entry.token_id))
             values.append(finite(entry.logprob))
             pairs = zip(entry.top_ids[: self._top], entry.top_logprobs[: self._top], strict=True)
-            top = {label(self._names, t): finite(lp) for t, lp in pairs}
+            top = {name_of(self._names, t): finite(lp) for t, lp in pairs}
             top.setdefault(tokens[-1], values[-1])  # the chosen token is always among them
             tops.append(top)
             offsets.append(self._advance(entry.token_id))
@@ -78,10 +125,10 @@ class CompletionLogprobs:
 
     def _advance(self, token_id: int) -> int:
         """The character where this token's text begins."""
-        offset = self._offset
+        offset = self.offset
         if token_id not in self._skipped:
             # A character counts where its first byte stands.
-            self._offset += sum(byte & 0xC0 != 0x80 for byte in self._names.token_bytes(token_id))
+            self.offset += sum(byte & 0xC0 != 0x80 for byte in self._names.token_bytes(token_id))
         return offset
 
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
+from kvern_engine.prompt_rules import bad_word_ids
 from kvern_engine.server.errors import ApiError, context_length_exceeded
 from kvern_engine.server.messages import check_template_kwargs, template_messages, template_variables
 from kvern_engine.server.protocol import shown
@@ -18,6 +19,7 @@ _MOST_BYTES = 2 << 20
 _MOST_BYTES_A_TOKEN = 16
 
 R = TypeVar("R")
+Cut = Callable[[list[int]], list[int]]
 
 
 class PromptReader:
@@ -71,13 +73,20 @@ class PromptReader:
             self.check_ids(ids, "messages" if chat else "prompt")
         return ids
 
-    async def completion_prompts(self, prompt: Any, *, special: bool, capacity: int, most: int) -> list[list[int]]:
-        """Token ids of each prompt of a completions request. Raises ApiError 400."""
+    async def completion_prompts(
+        self, prompt: Any, *, special: bool, capacity: int, most: int, cut: Cut | None = None
+    ) -> list[list[int]]:
+        """Token ids of each prompt of a completions request, through `cut` where given. Raises ApiError 400."""
         prompts = split_prompts(prompt, most)
         ids = []
         for i, p in enumerate(prompts):
             where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
-            tokens = await self.encode(p, special=special, capacity=capacity) if isinstance(p, str) else p
+            if isinstance(p, str):
+                tokens = await self.encode(p, special=special, capacity=capacity, count_only=cut is not None)
+            else:
+                tokens = p
+            if cut is not None:
+                tokens = cut(tokens)
             if not isinstance(p, str):
                 if len(tokens) >= capacity:  # said at once: looking at each of millions takes long
                     raise context_length_exceeded(capacity, len(tokens), 0, chat=False)
@@ -86,6 +95,17 @@ class PromptReader:
                 raise ApiError(f"{where} has no tokens; give at least one.", param="prompt")
             ids.append(tokens)
         return ids
+
+    async def bad_words(self, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+        """Token ids of a request's bad words. Raises ApiError 400."""
+        if not words:
+            return ()
+        try:
+            if sum(map(len, words)) <= _INLINE_CHARS:
+                return bad_word_ids(self.tokenizer, words)
+            return await self.off_loop(lambda: bad_word_ids(self.tokenizer, words))
+        except ValueError as e:
+            raise ApiError(f"{e}.", param="bad_words") from None
 
     def check_ids(self, tokens: list[int], where: str, *, to_read: bool = False) -> None:
         """Raises ApiError 400 for ids outside the model's vocabulary or, where they are only read, the tokenizer's."""
@@ -141,12 +161,16 @@ class PromptReader:
         special: bool,
         capacity: int,
         count_only: bool = False,
+        cut: Cut | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. Raises ApiError 400."""
+        """Token ids of a conversation, through `cut` where given. Raises ApiError 400."""
         text = await self.chat_text(
             messages, generation_prompt=generation_prompt, continue_final=continue_final, kwargs=kwargs
         )
+        count_only = count_only or cut is not None
         tokens = await self.encode(text, special=special, capacity=capacity, chat=True, count_only=count_only)
+        if cut is not None:
+            tokens = cut(tokens)
         if not tokens:
             raise ApiError("messages: the chat template makes an empty prompt of them.", param="messages")
         return tokens

@@ -7,12 +7,12 @@ What a field means is decided elsewhere (`sampling.py`, `messages.py`); `message
 import difflib
 import gc
 import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 
-from kvern_engine.request import MAX_LOGPROBS, MAX_N, MAX_STOP
+from kvern_engine.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP
 from kvern_engine.server.errors import ApiError, not_served_yet
 
 MAX_STOP_CHARS = 1024
@@ -52,6 +52,9 @@ StopStrings = Annotated[
             ]
         }
     ),
+]
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_BAD_WORDS)
 ]
 _TEXT_PART = {
     "type": "object",
@@ -132,10 +135,28 @@ class _Sampling(Body):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE] | None = None
     stop: StopStrings | None = None
     stop_token_ids: Annotated[list[Tokens], Field(max_length=MAX_STOP_IDS)] | None = None
+    allowed_token_ids: Annotated[list[Tokens], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None = (
+        Field(None, description="The only tokens that may be chosen.")
+    )
+    bad_words: BadWords | None = Field(None, description="Texts whose last token is banned behind the others.")
     ignore_eos: bool | None = None
     min_tokens: Tokens | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="vLLM's; nothing is put between tokens here, so it changes nothing."
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
+        None, description="Alternatives to report for each token of the prompt; not with stream."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_BIG), WHOLE] | None = Field(
+        None, description="Keep only so many tokens of the prompt; -1: as many as leave room for the answer."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where truncate_prompt_tokens cuts; left (the default) keeps the end."
+    )
+    return_tokens_as_token_ids: bool | None = Field(None, description='Tokens in logprobs as "token_id:7".')
+    return_token_ids: bool | None = Field(None, description="Also the token ids of prompt and answer.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -223,7 +244,15 @@ _LATER = {
     "web_search_options": "Web search",
     "suffix": "Inserting text before a suffix",
     "use_beam_search": "Beam search",
-    "prompt_logprobs": "The field prompt_logprobs",
+    "length_penalty": "Beam search",
+    "logits_processors": "Running a caller's code on logits",
+    "logprob_token_ids": "Choosing the tokens that logprobs are reported for",
+    "prompt_logprob_token_ids": "Choosing the tokens that logprobs are reported for",
+    "repetition_detection": "Ending an answer that repeats itself",
+    "thinking_token_budget": "Limiting what is spent on reasoning",
+    "prompt_embeds": "A prompt of embeddings",
+    "kv_transfer_params": "Moving KV caches between servers",
+    "vllm_xargs": "Parameters of vLLM's plug-ins",
 }
 _LARGE_BODY = 64 << 10
 _MAX_FIELDS = 256
@@ -234,6 +263,8 @@ _MAX_ITEMS: dict[str, int | None] = {
     "tokens": MAX_IDS,
     "stop": MAX_STOP,
     "stop_token_ids": MAX_STOP_IDS,
+    "allowed_token_ids": MAX_ALLOWED,
+    "bad_words": MAX_BAD_WORDS,
     "logit_bias": MAX_BIASES,
 }
 _ABSENT: tuple[Any, ...] = (None, False, "none", "", [], {})

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from kvern_engine.request import SamplingParams
+from kvern_engine.prompt_rules import truncated
+from kvern_engine.request import MAX_PROMPT_LOGPROBS, SamplingParams
 from kvern_engine.server.errors import ApiError, context_length_exceeded, not_served_yet
 from kvern_engine.server.protocol import ChatRequest, CompletionRequest
 
 COMPLETION_MAX_TOKENS = 16
-# Below this a temperature only overflows the logits: greedy is what it asks for (vLLM does the same).
-_GREEDY_BELOW = 1e-5
 _COPIED = (
     "n",
+    "temperature",
     "top_p",
     "top_k",
     "min_p",
@@ -24,6 +24,10 @@ _COPIED = (
     "min_tokens",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "prompt_logprobs",
 )
 
 
@@ -38,6 +42,12 @@ def check_refused(request: ChatRequest | CompletionRequest) -> None:
         raise ApiError(f'response_format must be {{"type": "text"}}, got type {form.type!r}.', param="response_format")
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options is only allowed when stream is true.", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise ApiError("prompt_logprobs are not available when stream is true.", param="prompt_logprobs")
+    if request.truncate_prompt_tokens == 0:
+        raise ApiError("truncate_prompt_tokens must be -1 or at least 1, got 0.", param="truncate_prompt_tokens")
+    if request.truncation_side is not None and request.truncate_prompt_tokens is None:
+        raise ApiError("truncation_side needs truncate_prompt_tokens.", param="truncation_side")
     if isinstance(request, ChatRequest):
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true.", param="top_logprobs")
@@ -78,27 +88,54 @@ def fit_max_tokens(asked: int | None, prompt: int, capacity: int, *, chat: bool)
     return room if chat else min(COMPLETION_MAX_TOKENS, room)
 
 
+def cut_prompt(request: ChatRequest | CompletionRequest, ids: list[int], asked: int | None, capacity: int) -> list[int]:
+    """The prompt as truncate_prompt_tokens leaves it, where a sequence holds `capacity` tokens."""
+    wanted = request.truncate_prompt_tokens
+    most = max(capacity - max(asked or 0, 1), 1)
+    if request.truncation_side != "right" or wanted is None:
+        return truncated(ids, wanted, most)
+    return ids[: most if wanted == -1 else wanted]
+
+
+def check_prompt_logprobs(params: SamplingParams, prompts: list[list[int]]) -> None:
+    """How much is reported of the prompts has a limit, as it is kept until it is sent. Raises ApiError 400."""
+    if params.prompt_logprobs is None:
+        return
+    tokens = sum(map(len, prompts))
+    if tokens * (params.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+        raise ApiError(
+            f"Logprobs of {tokens} prompt tokens with {params.prompt_logprobs} alternatives each are "
+            f"{tokens * (params.prompt_logprobs + 1)} numbers; at most {MAX_PROMPT_LOGPROBS} can be asked for in one "
+            "request.",
+            param="prompt_logprobs",
+        )
+
+
 def to_params(
-    request: ChatRequest | CompletionRequest, defaults: dict[str, Any], max_tokens: int, vocab_size: int
+    request: ChatRequest | CompletionRequest,
+    defaults: dict[str, Any],
+    max_tokens: int,
+    vocab_size: int,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """SamplingParams of a request; `defaults` are the model's own (generation_config.json). Raises ApiError 400."""
+    """SamplingParams of a request; `defaults` are the model's own (generation_config.json), `bad_words` the request's
+    in tokens. Raises ApiError 400."""
     values = dict(defaults)
     values |= {name: v for name in _COPIED if (v := getattr(request, name)) is not None}
-    if request.temperature is not None:
-        values["temperature"] = request.temperature
-    if 0 < values.get("temperature", 1.0) < _GREEDY_BELOW:
-        values["temperature"] = 0.0
+    if bad_words:
+        values["bad_words_token_ids"] = bad_words
     if isinstance(request, ChatRequest):
         if request.logprobs:
             values["logprobs"] = request.top_logprobs or 0
     elif request.logprobs is not None:
         values["logprobs"] = request.logprobs
         if request.echo:
-            values["prompt_logprobs"] = request.logprobs
+            values["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     if request.logit_bias:
         values["logit_bias"] = _biases(request.logit_bias, vocab_size)
-    for token in request.stop_token_ids or ():
-        _check_token(token, vocab_size, "stop_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if (tokens := getattr(request, name)) and max(tokens) >= vocab_size:
+            _check_token(max(tokens), vocab_size, name)
     try:
         return SamplingParams(max_tokens=max_tokens, **values)
     except ValueError as e:

@@ -38,6 +38,20 @@ class SamplingBatch:
     places: Tensor
     uniform: Tensor | None
 
+    def part(self, start: int, end: int) -> "SamplingBatch":
+        """Rows start..end-1 alone (their `hidden_index` left out: the logits are known)."""
+        features = self.features[start:end]
+        return SamplingBatch(
+            rows=self.rows[start:end],
+            positions=self.positions[start:end],
+            features=features,
+            union=Feature(int(np.bitwise_or.reduce(features, initial=0))),
+            rows_device=self.rows_device[start:end],
+            hidden_index=None,
+            places=self.places[start:end],
+            uniform=None if self.uniform is None else self.uniform[start:end],
+        )
+
 
 @dataclass
 class StepBatch:

@@ -10,6 +10,24 @@ from torch import Tensor
 _MAX_TOPK = 1024  # above this, sorting everything is as fast as selecting
 
 
+def keep_allowed(scores: Tensor, allowed: Tensor) -> None:
+    """Bans all tokens but `allowed` [n] int64. `scores` [V], changed in place."""
+    kept = scores.index_select(0, allowed)
+    scores.fill_(float("-inf")).index_copy_(0, allowed, kept)
+
+
+def ban_words(scores: Tensor, latest: Tensor, before: Tensor, last: Tensor) -> None:
+    """Bans the token `last` [n] int64 of those of n words whose other tokens, `before` [n, L] int32, are the `latest`
+    [L] int32 of the row. `scores` [V] float32, changed in place; nothing is read back."""
+    completes = (before == latest).all(dim=1)
+    scores.index_add_(0, last, torch.where(completes, float("-inf"), 0.0))
+
+
+def unless_empty(scores: Tensor, otherwise: Tensor) -> Tensor:
+    """`scores` [V], or `otherwise` [V] where all of them are banned."""
+    return torch.where(scores.amax() > float("-inf"), scores, otherwise)
+
+
 def apply_penalties(
     scores: Tensor,
     tokens: Tensor,
@@ -43,10 +61,10 @@ def apply_penalties(
     return scores - frequency.unsqueeze(1) * count - presence.unsqueeze(1) * (count > 0)
 
 
-def mask_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
-    """Bans tokens less likely than `min_p` [n] times the most likely one (Nguyen et al., arXiv 2407.01082); 0 bans
-    none. `scores` [n, V] -> new scores."""
-    limit = scores.amax(dim=-1) + min_p.log()
+def mask_min_p(scores: Tensor, log_min_p: Tensor) -> Tensor:
+    """Bans tokens less likely than min-p times the most likely one (Nguyen et al., arXiv 2407.01082), given the
+    logarithm of min-p, `log_min_p` [n]; -inf bans none. `scores` [n, V] -> new scores."""
+    limit = scores.amax(dim=-1) + log_min_p
     return scores.masked_fill(scores < limit.unsqueeze(1), float("-inf"))
 
 

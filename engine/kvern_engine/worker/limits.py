@@ -97,13 +97,32 @@ def step_limits(config: EngineConfig, device: str, device_name: str, max_model_l
 
 def check_supported(config: EngineConfig) -> None:
     """Raises ValueError for what a worker cannot do yet, rather than ignoring it."""
-    if config.batch_invariant:
-        raise ValueError("batch_invariant=True is not supported yet; leave it at False")
+    if config.batch_invariant and config.tensor_parallel_size > 2:
+        raise ValueError(
+            f"batch_invariant with tensor_parallel_size={config.tensor_parallel_size} cannot hold: the parts of more "
+            "than two ranks are added up in an order that depends on where a token is in a step; use at most 2, or "
+            "pipeline_parallel_size"
+        )
     if config.quantization is not None and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         raise ValueError(
             f"quantization={config.quantization} with several ranks an engine is not supported yet; use "
             "data_parallel_size, or leave quantization out"
         )
+
+
+def check_invariant(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for a model that cannot be computed as `batch_invariant` promises."""
+    if config.batch_invariant and model.experts is not None:
+        raise ValueError(
+            f"batch_invariant cannot hold for {model.architecture}: how many tokens an expert computes at once, and so "
+            "how their sums are rounded, follows from the others in a step; leave batch_invariant off"
+        )
+
+
+def invariant_threads(threads: int) -> int:
+    """At most `threads`, a power of two: work is then cut at multiples of what a vector instruction takes, wherever in
+    a tile a token stands."""
+    return 1 << (threads.bit_length() - 1)
 
 
 def check_fp8(

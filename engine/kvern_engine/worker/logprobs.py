@@ -45,21 +45,47 @@ class LogprobTensors:
         ]
 
 
-def compute_logprobs(logits: Tensor, token_ids: Tensor, alternatives: int) -> LogprobTensors:
-    """`logits` [n, V], `token_ids` [n] int64; the `alternatives` most likely tokens are reported besides (0: none)."""
+def positions_at_once(vocab_size: int) -> int:
+    """How many positions have their logits in float32 at once."""
+    return max(1, CHUNK_BYTES // (4 * vocab_size))
+
+
+def compute_logprobs(
+    logits: Tensor, token_ids: Tensor, alternatives: int, index: Tensor | None = None
+) -> LogprobTensors:
+    """`logits` [n, V], `token_ids` [n] int64; the `alternatives` most likely tokens are reported besides (0: none).
+    With `index` [m] int64 only of these positions, m of them.
+
+    A position's numbers depend on its own logits alone, to the last bit. Takes memory for CHUNK_BYTES of scores at
+    once, however many positions there are.
+    """
+    step = positions_at_once(logits.shape[1])
+    parts = []
+    for at in range(0, max(logits.shape[0] if index is None else index.shape[0], 1), step):
+        if index is None:
+            part = logits[at : at + step], token_ids[at : at + step]
+        else:
+            some = index[at : at + step]
+            part = logits.index_select(0, some), token_ids.index_select(0, some)
+        parts.append(_compute(*part, alternatives))
+    return LogprobTensors.concatenate(parts)
+
+
+def _compute(logits: Tensor, token_ids: Tensor, alternatives: int) -> LogprobTensors:
     scores = logits.float()
-    norm = scores.logsumexp(dim=-1, keepdim=True)
-    own = scores.gather(1, token_ids.unsqueeze(1))
-    ranks = (scores > own).sum(dim=-1) + 1
-    top = scores.topk(min(alternatives, scores.shape[1]), dim=-1)
-    return LogprobTensors(token_ids, (own - norm).squeeze(1), ranks, top.indices, top.values - norm)
+    own = token_ids.unsqueeze(1)
+    ranks = (scores > scores.gather(1, own)).sum(dim=-1) + 1
+    top = scores.topk(min(alternatives, scores.shape[1]), dim=-1).indices
+    # One kernel that treats each row alone; logsumexp cuts rows in pieces by how many there are.
+    logprobs = scores.log_softmax(dim=-1)
+    return LogprobTensors(token_ids, logprobs.gather(1, own).squeeze(1), ranks, top, logprobs.gather(1, top))
 
 
 def compute_in_chunks(
     hidden: Tensor, compute_logits: Callable[[Tensor], Tensor], token_ids: Tensor, alternatives: int, vocab_size: int
 ) -> LogprobTensors:
     """The same from hidden states [n, H], never holding more than CHUNK_BYTES of logits."""
-    step = max(1, CHUNK_BYTES // (4 * vocab_size))
+    step = positions_at_once(vocab_size)
     parts = [
         compute_logprobs(compute_logits(hidden[at : at + step]), token_ids[at : at + step], alternatives)
         for at in range(0, hidden.shape[0], step)

@@ -12,6 +12,7 @@ from kvern_engine.layers.attention import Wanted
 from kvern_engine.models.registry import CausalLM
 from kvern_engine.worker.batch import BatchBuilder, SamplingBatch, StepBatch
 from kvern_engine.worker.graphs import IN_GRAPH, DecodeGraphs, Edits, GraphRecorder
+from kvern_engine.worker.invariant import Tiles, tile_size
 from kvern_engine.worker.logprobs import LogprobTensors, compute_in_chunks, compute_logprobs
 from kvern_engine.worker.mixed_graphs import MixedGraphs, MixedStep
 from kvern_engine.worker.pending import DeviceClock, Pending, RowLogprobs, to_host
@@ -25,7 +26,7 @@ class Runner:
     """Runs steps of `model` over `arena` [num_layers, 2, Hkv, N, bs, D] with the state in `tables`.
 
     `link`: the model is one stage of several; what only the last one knows (tokens, logprobs, logits) is missing in the
-    others' results.
+    others' results. `invariant`: a row's numbers do not depend on the others (`invariant.py`).
     """
 
     def __init__(
@@ -35,12 +36,15 @@ class Runner:
         arena: Tensor,
         max_num_batched_tokens: int,
         link: StageLink | None = None,
+        invariant: bool = False,
     ) -> None:
         self.model, self.tables, self.arena = model, tables, arena
         self._link = link
         self._kv_caches = list(arena.unbind(0))
         self._builder = BatchBuilder(tables, max_num_batched_tokens)
-        self._sampler = Sampler(tables)
+        self._tiles = Tiles(model, tables, self._kv_caches, tile_size(tables.device)) if invariant else None
+        self._compute_logits = model.compute_logits if self._tiles is None else self._tiles.compute_logits
+        self._sampler = Sampler(tables, fixed_shapes=invariant)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._clock: DeviceClock | None = None  # of the last step
         self.graphs: DecodeGraphs | None = None
@@ -72,7 +76,7 @@ class Runner:
             return replayed
         batch = self._builder.build(plan, edits)
         wants_all = return_logits or bool((self.tables.host.features[batch.rows] & int(Feature.PROMPT_LOGPROBS)).any())
-        wanted = None if wants_all else batch.wanted
+        wanted = None if wants_all or self._tiles is not None else batch.wanted
         pending = Pending(plan.step, clock, [], None)
         hidden = self._forward(batch, wanted, clock)
         if hidden is None:
@@ -82,7 +86,7 @@ class Runner:
                 sampled = hidden.index_select(0, batch.sampling.hidden_index)
             else:
                 sampled = hidden
-            self._sample_from(self.model.compute_logits(sampled), batch.sampling, pending)
+            self._sample_from(self._compute_logits(sampled), batch.sampling, pending)
         if wants_all:
             self._prompt_logprobs(hidden, batch, pending)
         if return_logits:
@@ -92,17 +96,22 @@ class Runner:
 
     def _forward(self, batch: StepBatch, wanted: Wanted | None, clock: DeviceClock) -> Tensor | None:
         """Hidden states after the last norm, of the tokens that are `wanted`; None where that is another stage's."""
-        arguments = batch.token_ids, batch.positions, self._kv_caches, batch.meta, wanted
         if self._link is None:
-            return self.model.forward(*arguments)
+            return self._compute(batch, wanted, None)
         residual = self._link.receive(len(batch.positions))
         clock.start()
-        hidden = self.model.forward(*arguments, residual)
+        hidden = self._compute(batch, wanted, residual)
         if self.model.shard.is_last:
             return hidden
         clock.stop()
         self._link.pass_on(hidden, batch.sampling)
         return None
+
+    def _compute(self, batch: StepBatch, wanted: Wanted | None, residual: Tensor | None) -> Tensor:
+        if self._tiles is not None:
+            return self._tiles.forward(batch, residual)
+        arguments = batch.token_ids, batch.positions, self._kv_caches, batch.meta, wanted
+        return self.model.forward(*arguments) if residual is None else self.model.forward(*arguments, residual)
 
     def _replay(self, plan: StepPlan, edits: Edits | None, clock: DeviceClock) -> Pending | None:
         """The step as a captured graph; None, and nothing is done, where it is not one that graphs can do."""
@@ -158,10 +167,8 @@ class Runner:
         asked = ((sampling.features & int(Feature.LOGPROBS)) != 0).nonzero()[0]
         rows = sampling.rows[asked]
         alternatives = self.tables.host.logprobs[rows]
-        if len(asked) < len(sampling.rows):
-            index = to_device(asked, logits.device)
-            logits, tokens = logits[index], tokens[index]
-        found = compute_logprobs(logits, tokens, int(alternatives.max()))
+        index = to_device(asked, logits.device) if len(asked) < len(sampling.rows) else None
+        found = compute_logprobs(logits, tokens, int(alternatives.max()), index)
         return RowLogprobs(rows.tolist(), [1] * len(rows), alternatives.tolist(), found.map(to_host))
 
     def _prompt_logprobs(self, hidden: Tensor, batch: StepBatch, pending: Pending) -> None:
@@ -186,12 +193,12 @@ class Runner:
             given = self.tables.tokens[row, start + 1 : start + 1 + count].long()
             states = hidden[first : first + count]
             most = int(alternatives.max())
-            parts.append(compute_in_chunks(states, self.model.compute_logits, given, most, self.tables.vocab_size))
+            parts.append(compute_in_chunks(states, self._compute_logits, given, most, self.tables.vocab_size))
         joined = LogprobTensors.concatenate(parts).map(to_host)
         pending.prompt_logprobs = RowLogprobs(rows.tolist(), counts[chosen].tolist(), alternatives.tolist(), joined)
 
     def _all_logits(self, hidden: Tensor, batch: StepBatch) -> dict[int, Tensor]:
-        logits = self.model.compute_logits(hidden).float()
+        logits = self._compute_logits(hidden).float()
         spans = zip(batch.rows.tolist(), batch.query_start[:-1].tolist(), batch.query_start[1:].tolist(), strict=True)
         return {row: logits[first:end].clone() for row, first, end in spans}
 

@@ -6,6 +6,7 @@ decisions need (which features a row uses) is mirrored in numpy. The last row is
 captured batch points to it.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import IntFlag
 
@@ -29,6 +30,11 @@ class Feature(IntFlag):
     MIN_TOKENS = 64
     LOGPROBS = 128
     PROMPT_LOGPROBS = 256
+    ALLOWED = 512
+    BAD_WORDS = 1024
+
+
+OWN_EXTRAS = Feature.LOGIT_BIAS | Feature.MIN_TOKENS | Feature.ALLOWED | Feature.BAD_WORDS  # what RowExtras are for
 
 
 def features_of(sampling: RowSampling) -> Feature:
@@ -44,8 +50,19 @@ def features_of(sampling: RowSampling) -> Feature:
     found |= Feature.LOGIT_BIAS if sampling.logit_bias else Feature(0)
     found |= Feature.MIN_TOKENS if sampling.min_tokens > 0 and sampling.suppress else Feature(0)
     found |= Feature.LOGPROBS if sampling.logprobs is not None else Feature(0)
+    found |= Feature.ALLOWED if sampling.allowed is not None else Feature(0)
+    found |= Feature.BAD_WORDS if sampling.bad_words else Feature(0)
     found |= Feature.PROMPT_LOGPROBS if sampling.prompt_logprobs is not None else Feature(0)
     return found
+
+
+@dataclass
+class BadWords:
+    """Bad words of one length, on the device: `before` [n, length - 1] int32, all their tokens but the last, which is
+    `last` [n] int64."""
+
+    before: torch.Tensor
+    last: torch.Tensor
 
 
 @dataclass
@@ -55,6 +72,8 @@ class RowExtras:
     bias_ids: torch.Tensor  # [n] int64
     bias_values: torch.Tensor  # [n] float32
     suppress_ids: torch.Tensor  # [n] int64
+    allowed_ids: torch.Tensor | None  # [n] int64
+    bad_words: list[BadWords]
 
 
 @dataclass
@@ -68,6 +87,7 @@ class HostState:
     min_tokens: np.ndarray  # int64
     logprobs: np.ndarray  # int64, -1: none
     prompt_logprobs: np.ndarray  # int64, -1: none
+    log_min_p: np.ndarray  # float32
     extras: dict[int, RowExtras] = field(default_factory=dict)
 
     @classmethod
@@ -75,7 +95,8 @@ class HostState:
         def zeros() -> np.ndarray:
             return np.zeros(rows, dtype=np.int64)
 
-        return cls(np.zeros(rows, np.int32), zeros(), zeros(), zeros(), zeros(), zeros() - 1, zeros() - 1)
+        logs = np.full(rows, -np.inf, dtype=np.float32)
+        return cls(np.zeros(rows, np.int32), zeros(), zeros(), zeros(), zeros(), zeros() - 1, zeros() - 1, logs)
 
 
 class RowTables:
@@ -167,19 +188,38 @@ class RowTables:
         host.min_tokens[row] = sampling.min_tokens
         host.logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         host.prompt_logprobs[row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+        host.log_min_p[row] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
         host.extras.pop(row, None)
-        if features & (Feature.LOGIT_BIAS | Feature.MIN_TOKENS):
+        if features & OWN_EXTRAS:
             host.extras[row] = self._extras(sampling)
 
     def _extras(self, sampling: RowSampling) -> RowExtras:
         # Ids beyond the vocabulary are refused by the API server; here they must not take the device down.
         bias = {token: value for token, value in (sampling.logit_bias or {}).items() if 0 <= token < self.vocab_size}
         suppress = [token for token in sampling.suppress if 0 <= token < self.vocab_size]
+        allowed = [token for token in sampling.allowed or () if 0 <= token < self.vocab_size]
         return RowExtras(
-            to_device(np.array(list(bias), dtype=np.int64), self.device),
+            self._ids(list(bias)),
             to_device(np.array(list(bias.values()), dtype=np.float32), self.device),
-            to_device(np.array(suppress, dtype=np.int64), self.device),
+            self._ids(suppress),
+            self._ids(allowed) if allowed else None,
+            self._bad_words(sampling.bad_words),
         )
+
+    def _bad_words(self, words: list[list[int]]) -> list[BadWords]:
+        by_length: dict[int, list[list[int]]] = {}
+        for word in words:
+            if 0 <= word[-1] < self.vocab_size:
+                by_length.setdefault(len(word), []).append(word)
+        found = []
+        for group in by_length.values():
+            ids = np.array(group, dtype=np.int64)
+            before = to_device(ids[:, :-1].astype(np.int32), self.device)
+            found.append(BadWords(before, to_device(ids[:, -1].copy(), self.device)))
+        return found
+
+    def _ids(self, tokens: list[int]) -> torch.Tensor:
+        return to_device(np.array(tokens, dtype=np.int64), self.device)
 
     def _edits(self, edits: list[tuple[int, int, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
         width = self.block_tables.shape[1]

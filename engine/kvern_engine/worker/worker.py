@@ -24,8 +24,10 @@ from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.registry import CausalLM, model_class
 from kvern_engine.parallel.groups import ParallelContext, init_parallel
 from kvern_engine.parallel.layout import Layout, check_layout
+from kvern_engine.request import MAX_LOGPROBS
 from kvern_engine.worker import limits, memory
 from kvern_engine.worker.graphs import CAPTURED_AT_START, DecodeGraphs
+from kvern_engine.worker.invariant import first_difference, probe_plans
 from kvern_engine.worker.load import load_weights, random_weights
 from kvern_engine.worker.pending import Pending
 from kvern_engine.worker.runner import Runner
@@ -92,6 +94,7 @@ class Worker:
             self._quantization, self._fp8_kv = limits.fp8_choice(self.config, model_config)
             quantizable = model_class(model_config.architecture).quantizable
             limits.check_quantizable(model_config, self._quantization, quantizable)
+            limits.check_invariant(self.config, model_config)
             dtype = self._dtype(model_config)
         if self.parallel is None:
             with self._phase("join", report):
@@ -106,6 +109,9 @@ class Worker:
         with self._phase("kv_cache", report), self._out_of_memory("the KV cache"):
             size = self._size_kv_cache(used)
             self.runner = self._make_runner(size.num_blocks)
+        if self.config.batch_invariant:
+            with self._phase("invariance", report):
+                self._check_invariance(self.runner, size.num_blocks)
         if self._use_graphs:
             with self._phase("graphs", report), self._out_of_memory("CUDA graphs (see enforce_eager)"):
                 decode, mixed = self.runner.add_graphs()
@@ -162,7 +168,8 @@ class Worker:
         # A graph is a whole step, from the row tables to the sampled tokens: a stage of several cannot be one. Nor can
         # a rank of several: capturing NCCL's all-reduces in it hung on two H200s.
         alone = self.layout.pipeline == 1 and self.layout.tensor == 1
-        return self.device.type == "cuda" and not self.config.enforce_eager and alone and self.model.capturable
+        eager = self.config.enforce_eager or self.config.batch_invariant  # graphs have as many sizes as batches
+        return self.device.type == "cuda" and not eager and alone and self.model.capturable
 
     @contextmanager
     def _phase(self, name: str, report: Progress) -> Iterator[None]:
@@ -193,7 +200,7 @@ class Worker:
             len(os.sched_getaffinity(0)),
             self._place.world,
         )
-        torch.set_num_threads(threads)
+        torch.set_num_threads(limits.invariant_threads(threads) if self.config.batch_invariant else threads)
 
     def _device_name(self) -> str:
         return "cpu" if self.device.type == "cpu" else f"{self.device} {torch.cuda.get_device_name(self.device)}"
@@ -215,7 +222,24 @@ class Worker:
         return init_parallel(self.layout, engine, self.rank, self._rendezvous, self.device, timeout)
 
     def _make_runner(self, num_blocks: int) -> Runner:
-        return Runner(self.model, self.tables, self._arena(num_blocks), self._most_tokens, self._link)
+        arena = self._arena(num_blocks)
+        invariant = self.config.batch_invariant
+        return Runner(self.model, self.tables, arena, self._most_tokens, self._link, invariant=invariant)
+
+    def _check_invariance(self, runner: Runner, num_blocks: int) -> None:
+        """Tries what `batch_invariant` promises. Raises ValueError where it does not hold on this machine."""
+        sizes = self.step_limits.max_num_seqs, self.max_model_len, self.config.block_size, num_blocks
+        ways = []
+        for plans in probe_plans(self.tables.vocab_size, *sizes):
+            logits = [runner.execute(plan, return_logits=True).logits for plan in plans]
+            ways.append([found[0] for found in logits if found])
+            self.reset()
+        difference = first_difference(ways) if all(ways) else None  # a stage but the last has no logits
+        if difference is not None:
+            raise ValueError(
+                f"batch_invariant does not hold on {self._device_name()}: the same tokens beside others had logits "
+                f"that differ by {difference:.3g}; leave it off"
+            )
 
     def _load_model(
         self, files: ModelFiles, config: ModelConfig, dtype: torch.dtype, report: Callable[[float], None]
@@ -344,16 +368,24 @@ class Worker:
 
 
 def profile_plan(tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> StepPlan:
-    """A step of `tokens` tokens in as many rows as there may be, all sampling with the costliest features. Every block
-    is block 0."""
+    """A step of `tokens` tokens in as many rows as there may be, all sampling with the costliest features and logprobs
+    of everything, except for one (where not all rows ask for something, theirs are copied). Every block is block 0."""
     rows = min(max_num_seqs, tokens)
     each = min(max(1, tokens // rows), max_model_len)
-    sampling = RowSampling(seed=0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1)
+    costly = RowSampling(
+        seed=0,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        logprobs=MAX_LOGPROBS,
+        prompt_logprobs=MAX_LOGPROBS,
+    )
+    samplings = [costly] * max(rows - 1, 1) + [RowSampling(seed=0)] * (rows > 1)
     blocks = [0] * memory.blocks_for(each, block_size)
     return StepPlan(
         step=0,
         removed=[],
-        added=[AddedRow(row, f"profile-{row}", [0] * each, each, blocks, sampling) for row in range(rows)],
+        added=[AddedRow(row, f"profile-{row}", [0] * each, each, blocks, samplings[row]) for row in range(rows)],
         block_edits=[],
         copies=[],
         rows=list(range(rows)),

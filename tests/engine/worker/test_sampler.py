@@ -158,7 +158,7 @@ def test_draw_never_takes_a_banned_token() -> None:
 
 def test_min_p_zero_and_top_p_one_ban_nothing() -> None:
     scores = torch.randn(2, 50)
-    assert torch.equal(mask_min_p(scores, torch.tensor([0.0, 0.0])), scores)
+    assert torch.equal(mask_min_p(scores, torch.tensor([0.0, 0.0]).log()), scores)
     assert torch.equal(mask_top_k_top_p(scores, torch.tensor([50, 50]), torch.tensor([1.0, 1.0]), 50), scores)
 
 
