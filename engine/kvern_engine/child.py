@@ -64,10 +64,11 @@ def main() -> int:
 
     from kvern_engine import logs
 
-    level = str(msgspec.json.decode(spec.config).get("log_level", "info"))
+    settings = msgspec.json.decode(spec.config)
+    level = str(settings.get("log_level", "info"))
     # A person at the terminal sees the supervisor's progress; children speak up only when something is wrong.
     level = "warning" if spec.human_logs and level == "info" else level
-    logs.setup(level, f"{spec.kind}-{spec.index}", spec.human_logs)
+    logs.setup(level, f"{spec.kind}-{spec.index}", spec.human_logs, str(settings.get("log_format", "text")))
     return run(spec)
 
 

@@ -25,7 +25,7 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 3.5  # a pod that is not heard of for so long is lost: its engines must end within 5 s
 # Settings that each pod has for itself.
 _OWN = {"node_rank", "node_addr", "host", "port", "uds", "admin_host", "admin_port", "admin_token_file", "api_key"}
-_OWN |= {"log_level", "record_step_plans", "api_server_count"}
+_OWN |= {"log_level", "log_format", "access_log", "record_step_plans", "api_server_count"}
 
 
 class Join(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -146,7 +146,7 @@ class Supervisor:
         self._listener, self._admin = listener, admin
         self._caught = signals
         self._signals = signals.received
-        self._human = sys.stderr.isatty()
+        self._human = sys.stderr.isatty() and config.log_format == "text"
         self._report = StartupReport(self._human)
         self._children: list[Child] = []
         self._ending = Ending()

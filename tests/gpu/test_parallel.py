@@ -97,7 +97,7 @@ def test_offline_answers_of_two_devices(tiny_path: str, sizes: dict[str, int], m
 @pytest.mark.parametrize("flag", ["--data-parallel-size", "--tensor-parallel-size", "--pipeline-parallel-size"])
 def test_a_server_on_two_devices(tiny_path: str, tmp_path: Path, flag: str) -> None:
     """Eight requests at once over HTTP: the tokens of one engine on a CPU."""
-    pytest.importorskip("uvicorn")
+    pytest.importorskip("starlette")
     httpx = pytest.importorskip("httpx")
     prompts = [f"{TEXTS[i % 4]} {i}" for i in range(8)]
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -3,7 +3,6 @@
 from typing import Annotated, Any
 
 from pydantic import Field
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -13,7 +12,7 @@ from kvern_engine.server.auth import BearerKeys
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.gateway import App, Gateway
 from kvern_engine.server.models import json_response
-from kvern_engine.server.openapi import error_handlers
+from kvern_engine.server.openapi import framework
 from kvern_engine.server.protocol import WHOLE, Body, parse_body
 from kvern_engine.server.state import ServerState
 
@@ -79,7 +78,8 @@ class AdminEndpoints:
     async def change_layout(self, request: Request) -> Response:
         state = self._state
         check_json_type(request.scope)
-        asked = parse_body(LayoutRequest, await read_body(request.scope, request.receive, _BODY_LIMIT))
+        seconds = state.config.body_timeout_seconds
+        asked = parse_body(LayoutRequest, await read_body(request.scope, request.receive, _BODY_LIMIT, seconds))
         if asked.generation < state.layout_generation:
             raise ApiError(
                 f"generation {asked.generation} is older than {state.layout_generation}, which was asked for before.",
@@ -115,5 +115,5 @@ def create_admin_app(state: ServerState, token: str) -> App:
         Route("/admin/layout", endpoints.layout, methods=["GET"]),
         Route("/admin/layout", endpoints.change_layout, methods=["POST"]),
     ]
-    app = Starlette(routes=routes, exception_handlers=error_handlers(routes))
-    return Gateway(app, BearerKeys([token]), None, open_paths=frozenset())
+    app = framework(routes)
+    return Gateway(app, BearerKeys([token]), None, open_paths=frozenset(), access_log=state.config.access_log)

@@ -6,7 +6,6 @@ Starlette routes them; the two that generate are plain ASGI underneath (`generat
 import os
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -18,7 +17,7 @@ from kvern_engine.server.errors import not_served_yet
 from kvern_engine.server.gateway import App, Gateway
 from kvern_engine.server.generate import GenerateEndpoint
 from kvern_engine.server.models import InfoEndpoints, json_response
-from kvern_engine.server.openapi import build_page, docs_html, error_handlers
+from kvern_engine.server.openapi import build_page, docs_html, framework
 from kvern_engine.server.protocol import ChatRequest, CompletionRequest
 from kvern_engine.server.state import ServerState
 from kvern_engine.server.tokenize import TokenizeEndpoints
@@ -73,8 +72,8 @@ def create_app(state: ServerState) -> App:
         Route("/openapi.json", openapi),
         Route("/docs", docs),
     ]
-    app = Starlette(routes=routes, exception_handlers=error_handlers(routes))
-    return Gateway(app, keys, state.metrics, handlers=frozenset(HANDLERS))
+    app = framework(routes)
+    return Gateway(app, keys, state.metrics, handlers=frozenset(HANDLERS), access_log=state.config.access_log)
 
 
 def _generating_routes(state: ServerState) -> list[Route]:

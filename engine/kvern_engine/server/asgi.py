@@ -5,6 +5,7 @@ These endpoints are plain ASGI: a stream of tokens passes through as few layers 
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from kvern_engine.core.plan import TokenLogprobs
 from kvern_engine.server.engine_client import ClientGone, Mailbox
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.generation import Piece, Session, Usage
+from kvern_engine.server.limits import Place
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -23,7 +25,6 @@ Send = Callable[[Message], Awaitable[None]]
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
-BODY_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -36,7 +37,9 @@ class RequestContext:
     send: Send | None = None  # the server's own, under all middleware
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    first_token: float | None = None  # when a stream's first tokens were here
     finish: str | None = None
+    error: str | None = None  # the code of the error that was answered
 
 
 def new_id() -> str:
@@ -64,9 +67,9 @@ def check_json_type(scope: Scope) -> None:
         )
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises ApiError 413 above `limit` bytes and 408 for one that does not end (it holds a place in
-    flight, and a drain waits for it), ClientGone where the client leaves meanwhile."""
+async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float, place: Place | None = None) -> bytes:
+    """The whole body, counted in `place`. Raises ApiError 413 above `limit` bytes, 408 for one that does not end within
+    `seconds`, 503 where too many bodies are being read; ClientGone where the client leaves meanwhile."""
     too_large = ApiError(
         f"The body is larger than {limit} bytes (max_body_bytes).",
         status=413,
@@ -78,7 +81,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         raise too_large
     parts, size, more = [], 0, True
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -87,9 +90,11 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
                 size += len(parts[-1])
                 if size > limit:
                     raise too_large
+                if place is not None:
+                    place.take(len(parts[-1]))
                 more = message.get("more_body", False)
     except TimeoutError:
-        text = f"The body did not arrive within {BODY_SECONDS:g} seconds."
+        text = f"The body did not arrive within {seconds:g} seconds (body_timeout_seconds)."
         raise ApiError(text, status=408, code="request_timeout", headers={"Connection": "close"}) from None
     return b"".join(parts)
 
@@ -157,6 +162,7 @@ async def _stream(session: Session, renderer: Renderer, context: RequestContext,
     # The status is chosen when the first output is here: until then an error has one of its own, and a router may
     # still send the request elsewhere.
     pieces = await session.next()
+    context.first_token = time.monotonic()
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     headers.append((b"x-accel-buffering", b"no"))  # or nginx would collect the tokens
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -171,6 +177,6 @@ async def _stream(session: Session, renderer: Renderer, context: RequestContext,
                 await direct({"type": "http.response.body", "body": body, "more_body": True})
             pieces = await session.next()
     except ApiError as e:
-        context.finish = "error"
+        context.finish, context.error = "error", e.code
         body = b"data: " + e.encode() + b"\n\n" + DONE
     await direct({"type": "http.response.body", "body": body, "more_body": False})

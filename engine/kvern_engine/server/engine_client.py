@@ -18,6 +18,7 @@ from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineSta
 from kvern_engine.logs import fields
 from kvern_engine.metrics import EngineView, Metrics, RequestTimes
 from kvern_engine.server.balance import Balancer, prefix_keys
+from kvern_engine.server.errors import ApiError
 from kvern_engine.server.lifecycle import STALL_SECONDS
 from kvern_engine.transport import bind, connect, core_in, decode_to_server, encode, server_in
 
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 # Messages handled before the event loop gets a turn for its other sockets.
 _MAX_PASS = 256
+# Tokens, each with the alternatives reported for it, that wait for a client that reads more slowly than they come: some
+# ten megabytes. More are not computed for it.
+MAX_BACKLOG = 65_536
 
 
 class ClientGone(Exception):
@@ -38,15 +42,20 @@ class EngineDeadError(RuntimeError):
 class Mailbox:
     """Where the outputs of one HTTP request (one or more engine requests) arrive. One reader."""
 
-    __slots__ = ("_closed", "_pending", "_waiter")
+    __slots__ = ("_closed", "_pending", "_waiter", "backlog")
 
     def __init__(self) -> None:
+        self.backlog = 0  # tokens and alternatives that wait
         self._pending: list[tuple[EngineRequest, TokenOutput]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._closed: Exception | None = None
 
-    def put(self, request: "EngineRequest", output: TokenOutput) -> None:
+    def put(self, request: "EngineRequest", output: TokenOutput, size: int = 0) -> None:
+        """`size`: how much it adds to the backlog."""
+        if self._closed is not None:
+            return
         self._pending.append((request, output))
+        self.backlog += size
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
@@ -56,6 +65,7 @@ class Mailbox:
     def close(self, reason: Exception) -> None:
         """Make the reader raise `reason`, now or at its next `get`."""
         self._closed = self._closed or reason
+        self._pending = []
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -69,7 +79,7 @@ class Mailbox:
             await self._waiter
         if self._closed is not None:
             raise self._closed
-        pending, self._pending = self._pending, []
+        pending, self._pending, self.backlog = self._pending, [], 0
         return pending
 
 
@@ -307,9 +317,20 @@ class EngineClient:
                 handle.left -= 1
                 if output.finish_reason == "error":
                     handle.left = 0
-            handle.mailbox.put(handle, output)
+            size = len(output.token_ids)
+            if output.logprobs:
+                size += len(output.logprobs) * len(output.logprobs[0].top_ids)
+            handle.mailbox.put(handle, output, size)
+            if handle.mailbox.backlog > MAX_BACKLOG:
+                self._too_slow(handle)
         if self.metrics is not None and key is not None:
             self.metrics.tokens_generated(key, count, gaps)
+
+    def _too_slow(self, handle: EngineRequest) -> None:
+        """Its client takes so little that the rest is not computed; what it has not taken is dropped."""
+        text = f"The client reads too slowly: {MAX_BACKLOG} tokens were waiting for it."
+        handle.mailbox.close(ApiError(text, status=408, code="client_too_slow"))
+        self.release(handle, "abort")
 
     def _note(self, handle: EngineRequest, output: TokenOutput, now: float) -> None:
         times = handle.times

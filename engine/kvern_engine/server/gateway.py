@@ -2,8 +2,6 @@
 metrics and the access log (which never holds content, queries or keys).
 """
 
-import asyncio
-import contextlib
 import logging
 import re
 import time
@@ -24,8 +22,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # Probes and scrapes: open to all, not counted and not logged (as with vLLM's instrumentation).
 QUIET = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
 OPEN = QUIET | {"/openapi.json", "/docs"}
-_SKIP_SECONDS = 2.0
-_SKIP_BYTES = 256 << 20
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -39,12 +35,14 @@ class Gateway:
         metrics: Metrics | None,
         open_paths: frozenset[str] = OPEN,
         handlers: frozenset[str] = frozenset(),
+        access_log: bool = True,
     ) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
         self._open = open_paths
         self._handlers = handlers
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,24 +53,21 @@ class Gateway:
         context = RequestContext(request_id, time.monotonic(), send=send)
         scope["kvern"] = context
 
-        body = _Body(receive)
-
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode("latin-1"))]
-                message["headers"] = headers
-                if (b"connection", b"close") in [(k, v.lower()) for k, v in headers]:
-                    await body.skip()
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("latin-1"))]
             await send(message)
 
         try:
-            await self._answer(scope, body.receive, sending, context)
+            await self._answer(scope, receive, sending, context)
         finally:
             self._account(scope, context)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         try:
+            if (refusal := scope.get("kvern.refusal")) is not None:  # the connection could not make sense of it
+                raise refusal
             if scope["path"] not in self._open:
                 self._keys.check(header(scope, b"authorization"))
             await self._app(scope, receive, send)
@@ -81,60 +76,50 @@ class Gateway:
         except Exception as e:
             if not isinstance(e, ApiError):
                 log.exception("request failed", extra=fields(request_id=context.request_id))
-                e = ApiError("The server failed to handle the request.", status=500, code="internal_error")
+                text = f"The server failed to handle the request; its log says more under {context.request_id}."
+                e = ApiError(text, status=500, code="internal_error")
+            context.error = e.code
             if context.status:
                 raise  # half an answer is out: only closing the connection can say that it is broken
             await send_error(send, e)
 
     def _account(self, scope: Scope, context: RequestContext) -> None:
         path = scope["path"]
-        if path in QUIET:
+        refusal = scope.get("kvern.refusal")
+        if path in QUIET and refusal is None:
             return
         seconds = time.monotonic() - context.start
-        handler = path if path in self._handlers else handler_of(scope)
+        handler = "none" if refusal else path if path in self._handlers else handler_of(scope)
         # A client that left before its answer began is counted as what nginx calls 499.
         status = context.status or 499
         if self._metrics is not None:
             self._metrics.http_request(scope["method"], handler, status, seconds)
-        if access.isEnabledFor(logging.INFO):
-            more: dict[str, Any] = {
-                "prompt_tokens": context.prompt_tokens,
-                "completion_tokens": context.completion_tokens,
-                "finish": context.finish,
-            }
-            access.info(
-                "request",
-                extra=fields(
-                    method=scope["method"],
-                    path=handler,
-                    status=status,
-                    seconds=seconds,
-                    request_id=context.request_id,
-                    **{k: v for k, v in more.items() if v is not None},
-                ),
-            )
+        # The operator asks an admin port for its drain and its layout every few seconds.
+        level = logging.DEBUG if self._metrics is None and scope["method"] == "GET" else logging.INFO
+        if self._access_log and access.isEnabledFor(level):
+            self._log(level, scope, context, handler, status, seconds)
 
-
-class _Body:
-    """The request's body as it is read. Closing a connection with unread bytes resets it, and the client may lose the
-    answer: `skip` reads what is left, within bounds."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._complete = False
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.disconnect" or not message.get("more_body", False):
-            self._complete = True
-        return message
-
-    async def skip(self) -> None:
-        size = 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SKIP_SECONDS):
-                while not self._complete and size < _SKIP_BYTES:
-                    size += len((await self.receive()).get("body", b""))
+    @staticmethod
+    def _log(level: int, scope: Scope, context: RequestContext, handler: str, status: int, seconds: float) -> None:
+        more: dict[str, Any] = {
+            "prompt_tokens": context.prompt_tokens,
+            "completion_tokens": context.completion_tokens,
+            "first_token_seconds": context.first_token and context.first_token - context.start,
+            "finish": context.finish,
+            "error": context.error,
+        }
+        access.log(
+            level,
+            "request",
+            extra=fields(
+                method=scope["method"],
+                path=handler,
+                status=status,
+                seconds=seconds,
+                request_id=context.request_id,
+                **{k: v for k, v in more.items() if v is not None},
+            ),
+        )
 
 
 def handler_of(scope: Scope) -> str:

@@ -15,13 +15,12 @@ from kvern_engine.server.asgi import (
     RequestContext,
     Scope,
     Send,
-    check_json_type,
     new_id,
-    read_body,
     run_session,
 )
+from kvern_engine.server.errors import ApiError
 from kvern_engine.server.generation import Session
-from kvern_engine.server.protocol import ChatRequest, CompletionRequest, parse_body
+from kvern_engine.server.protocol import ChatRequest, CompletionRequest
 from kvern_engine.server.state import ServerState
 
 Q = TypeVar("Q", ChatRequest, CompletionRequest)
@@ -42,12 +41,14 @@ class GenerateEndpoint(Generic[Q]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
         context: RequestContext = scope["kvern"]
-        check_json_type(scope)
+        state.lifecycle.check()  # whom it refuses need not send a body
+        # It holds no place in flight before it is there: clients that send slowly must not keep out those that do not.
+        request = await state.requests.read(scope, receive, self._body)
         with state.lifecycle.admit() as slot:
-            request = parse_body(self._body, await read_body(scope, receive, state.config.max_body_bytes))
             unique = new_id()
             response_id = f"{self._id_prefix}-{unique}"
             prompts, renderer = await self._plan(state, request, response_id, int(time.time()))
+            _check_prompt_tokens(prompts, state.config.max_prompt_tokens)
             slot.resize(len(prompts))
             reader, _ = state.loaded()
             session = Session(
@@ -69,3 +70,10 @@ class GenerateEndpoint(Generic[Q]):
                 keep_tokens=bool(request.return_token_ids),
             )
             await run_session(session, renderer, bool(request.stream), context, receive, send)
+
+
+def _check_prompt_tokens(prompts: list[tuple[list[int], SamplingParams]], most: int | None) -> None:
+    size = sum(len(ids) for ids, _ in prompts)
+    if most is not None and size > most:
+        text = f"A request's prompts must have at most {most} tokens (max_prompt_tokens), got {size}."
+        raise ApiError(text, param="prompt", code="prompt_too_long")

@@ -104,13 +104,17 @@ class Lifecycle:
             return "queue_full", ApiError(text, status=429, code="rate_limit_exceeded", headers={"Retry-After": "1"})
         return None
 
-    @contextlib.contextmanager
-    def admit(self) -> "Iterator[Slot]":
-        """Hold a place in flight. Raises ApiError 429 or 503 with Retry-After, counted in admission_rejections."""
+    def check(self) -> None:
+        """Raises ApiError 429 or 503 with Retry-After, counted in admission_rejections, where nothing is taken now."""
         refusal = self._refusal()
         if refusal is not None:
             self._metrics.rejected(refusal[0])
             raise refusal[1]
+
+    @contextlib.contextmanager
+    def admit(self) -> "Iterator[Slot]":
+        """Hold a place in flight. Raises what `check` does."""
+        self.check()
         slot = Slot(self._metrics)
         try:
             yield slot

@@ -5,17 +5,13 @@ last engine has died, until the supervisor ends it.
 """
 
 import asyncio
-import contextlib
 import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
-
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvern_engine.config import EngineConfig
 from kvern_engine.loading.config import read_generation_config, read_model_config
@@ -26,19 +22,21 @@ from kvern_engine.server.admin import create_admin_app
 from kvern_engine.server.app import HANDLERS, create_app
 from kvern_engine.server.auth import read_token_file
 from kvern_engine.server.engine_client import EngineClient
-from kvern_engine.server.errors import ApiError, unavailable
+from kvern_engine.server.errors import unavailable
 from kvern_engine.server.gateway import App
 from kvern_engine.server.lifecycle import DrainFlag, Lifecycle
+from kvern_engine.server.limits import wire_limits
 from kvern_engine.server.prompts import PromptReader
+from kvern_engine.server.reading import RequestReader
 from kvern_engine.server.state import ServerState, pod_view
+from kvern_engine.server.wire.server import HttpServer
 from kvern_engine.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
-# For the last bytes of answers, once nothing is in flight any more.
-_CLOSE_SECONDS = 2
-_MAX_HEAD_BYTES = 64 << 10
+# How long a thread that tokenizes or renders may make the event loop wait; Python's own 5 ms would be seen in streams.
+_SWITCH_SECONDS = 0.0005
 
 
 def server_main(
@@ -57,6 +55,7 @@ def server_main(
         raise SystemExit(1) from None
     import uvloop
 
+    sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         uvloop.run(_serve(config, files, index, socket_dir, listen_fd, admin_fd, num_engines, token))
     except _StartError as e:
@@ -97,7 +96,7 @@ def build_state(config: EngineConfig, files: ModelFiles, index: int, socket_dir:
         engines=client.views,
         drain_timeout=config.drain_timeout_seconds,
     )
-    return ServerState(config, served, reported, client, metrics, lifecycle)
+    return ServerState(config, served, reported, client, metrics, lifecycle, RequestReader(config))
 
 
 async def load_reader(state: ServerState, files: ModelFiles) -> None:
@@ -105,7 +104,7 @@ async def load_reader(state: ServerState, files: ModelFiles) -> None:
     config = state.config
 
     def load() -> tuple[PromptReader, dict[str, Any]]:
-        tokenizer = load_tokenizer(files, config.tokenizer, config.chat_template)
+        tokenizer = load_tokenizer(files, config.tokenizer, config.chat_template, config.template_timeout_seconds)
         reader = PromptReader(tokenizer, read_model_config(files).vocab_size)
         return reader, read_generation_config(files)
 
@@ -117,62 +116,9 @@ async def load_reader(state: ServerState, files: ModelFiles) -> None:
     gc.freeze()
 
 
-class _Protocol(HttpToolsProtocol):
-    """Bytes that are no HTTP get OpenAI's error shape as well, and a head has a limit, which the parser lacks."""
-
-    _head_bytes: int | None = None  # of a head that is not complete
-
-    def on_message_begin(self) -> None:
-        self._head_bytes = 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._head_bytes = None
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._head_bytes is not None and not self.transport.is_closing():
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES:
-                text = f"The request line and headers must be at most {_MAX_HEAD_BYTES} bytes."
-                self._refuse(ApiError(text, status=431, code="headers_too_large"))
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(msg, code="invalid_http"))
-
-    def _refuse(self, error: ApiError) -> None:
-        body = error.encode()
-        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[error.status] + head + body)
-        self.transport.close()
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own: `main.py` decides when to stop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def http_server(app: App) -> HttpServer:
-    config = uvicorn.Config(
-        app,
-        http=_Protocol,
-        ws="none",
-        loop="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=4096,
-        # Longer than clients and routers keep idle connections: they close first, so none of their requests is lost.
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=_CLOSE_SECONDS,
-    )
-    return HttpServer(config)
+def http_server(app: App, config: EngineConfig) -> HttpServer:
+    """A server of `app` with the limits of the configuration; call it in the running event loop."""
+    return HttpServer(app, wire_limits(config))
 
 
 async def _serve(
@@ -189,10 +135,10 @@ async def _serve(
         state = build_state(config, files, index, socket_dir, num_engines)
     except OSError as e:
         raise _StartError(f"no room for sockets and shared memory in {socket_dir}: {e.strerror or e}") from e
-    servers = [http_server(create_app(state))]
+    servers = [http_server(create_app(state), config)]
     sockets = [socket.socket(fileno=listen_fd)]
     if admin_fd is not None:
-        servers.append(http_server(create_admin_app(state, token)))
+        servers.append(http_server(create_admin_app(state, token), config))
         sockets.append(socket.socket(fileno=admin_fd))
     terminator = Terminator(state, servers)
     terminator.listen_to_signals()
@@ -204,9 +150,10 @@ async def _serve(
         raise _StartError(str(e)) from e
     finally:
         for server in servers:
-            server.should_exit = True
+            server.stop()
         await asyncio.gather(*serving, return_exceptions=True)
         state.client.close()
+        state.requests.close()
         if state.reader is not None:
             state.reader.close()
 
@@ -247,7 +194,7 @@ class Terminator:
             self._hurry.clear()
             await self._wait(0.5, lambda: metrics.own_in_flight() == 0)
         for server in self._servers:
-            server.should_exit = True
+            server.stop()
 
     async def _wait(self, seconds: float, until: Any) -> bool:
         """Whether `until()` came true within `seconds` and before a second signal."""

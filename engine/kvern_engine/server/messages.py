@@ -123,18 +123,6 @@ def _tool_calls(calls: Any, at: tuple[Any, ...]) -> list[dict[str, Any]]:
     return out
 
 
-def template_variables(source: str) -> frozenset[str] | None:
-    """The variables that a chat template reads; None where they cannot be told."""
-    from jinja2 import Environment, TemplateError, meta
-
-    try:
-        return frozenset(
-            meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source))
-        )
-    except (TemplateError, RecursionError):
-        return None
-
-
 def check_template_kwargs(kwargs: dict[str, Any], variables: frozenset[str] | None) -> dict[str, Any]:
     """`chat_template_kwargs` that may reach a template: for variables that it reads. Raises ApiError 400."""
     for name, value in kwargs.items():

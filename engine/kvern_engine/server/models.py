@@ -23,7 +23,7 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
         "owned_by": "kvern",
         "root": state.config.model,
         "parent": None,
-        "max_model_len": state.client.max_model_len or state.config.max_model_len,
+        "max_model_len": state.client.max_model_len or state.config.asked_model_len,
     }
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match, Route, Router
 
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -75,6 +76,18 @@ def error_handlers(routes: Sequence[Route]) -> Mapping[Any, Callable[[Request, E
         return error_response(ApiError(message, status=error.status_code, code=code, headers=headers))
 
     return {ApiError: api_error, HTTPException: http_error}
+
+
+def framework(routes: Sequence[Route]) -> Callable[..., Any]:
+    """An ASGI app of these routes. What its endpoints raise beyond `error_handlers` is left to the gateway: Starlette's
+    own app would answer in plain text."""
+    inner = ExceptionMiddleware(Router(routes=routes), handlers=error_handlers(routes))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["app"] = app  # a router without one answers 404 in plain text
+        await inner(scope, receive, send)
+
+    return app
 
 
 def _methods_of(routes: Sequence[Route], request: Request) -> list[str]:

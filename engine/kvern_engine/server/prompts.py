@@ -8,12 +8,15 @@ from typing import Any, TypeVar
 
 from kvern_engine.prompt_rules import bad_word_ids
 from kvern_engine.server.errors import ApiError, context_length_exceeded
-from kvern_engine.server.messages import check_template_kwargs, template_messages, template_variables
+from kvern_engine.server.messages import check_template_kwargs, template_messages
 from kvern_engine.server.protocol import shown
 from kvern_engine.tokenizer import ChatTemplateError, Tokenizer
 
 # Below this many characters tokenizing takes well under a millisecond: cheaper than a thread's two switches.
 _INLINE_CHARS = 1024
+# Above this many characters, or messages, a text has a thread of its own: it must not keep short ones waiting.
+_LONG_CHARS = 64 << 10
+_LONG_MESSAGES = 512
 # A text is tokenized up to this many bytes, or bytes a token of the context where that is more: it takes a second.
 _MOST_BYTES = 2 << 20
 _MOST_BYTES_A_TOKEN = 16
@@ -32,8 +35,9 @@ class PromptReader:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize-long")
         template = tokenizer.chat_template
-        self._variables = template_variables(template) if template else None
+        self._variables = tokenizer.template_variables
         self._knows_developer = template is not None and "developer" in template
 
     @cached_property
@@ -42,10 +46,13 @@ class PromptReader:
         return max((len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size)), default=1) or 1
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    async def off_loop(self, work: Callable[[], R]) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    async def off_loop(self, work: Callable[[], R], *, long: bool = False) -> R:
+        """`work()` in a thread; `long`: it takes a while, and others of its kind wait for it."""
+        pool = self._long_pool if long else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     async def encode(
         self, text: str, *, special: bool, capacity: int, chat: bool = False, count_only: bool = False
@@ -68,7 +75,8 @@ class PromptReader:
         if len(text) <= _INLINE_CHARS:
             ids = self.tokenizer.encode(text, add_special_tokens=special)
         else:
-            ids = await self.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=special))
+            long = len(text) > _LONG_CHARS
+            ids = await self.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=special), long=long)
         if self.tokenizer.vocab_size > self.vocab_size:
             self.check_ids(ids, "messages" if chat else "prompt")
         return ids
@@ -131,7 +139,9 @@ class PromptReader:
                 code="no_chat_template",
             )
         # Always off the loop: messages may be many, and a template is a program that came with the model.
-        return await self.off_loop(lambda: self._render(messages, generation_prompt, continue_final, kwargs or {}))
+        return await self.off_loop(
+            lambda: self._render(messages, generation_prompt, continue_final, kwargs or {}), long=_is_long(messages)
+        )
 
     def _render(
         self, messages: list[dict[str, Any]], generation_prompt: bool, continue_final: bool, kwargs: dict[str, Any]
@@ -148,7 +158,10 @@ class PromptReader:
         try:
             rendered = self.tokenizer.render_chat(checked, add_generation_prompt=generation_prompt, **extra)
         except ChatTemplateError as e:
-            raise ApiError(f"{e}".rstrip(".") + ".", param="messages") from None
+            late = isinstance(e, TimeoutError)
+            hint = "; the limit is template_timeout_seconds" if late else ""
+            code = "template_timeout" if late else None
+            raise ApiError(f"{e}".rstrip(".") + f"{hint}.", param="messages", code=code) from None
         return _cut_after(rendered, checked[-1]["content"]) if continue_final else rendered
 
     async def chat_ids(
@@ -174,6 +187,20 @@ class PromptReader:
         if not tokens:
             raise ApiError("messages: the chat template makes an empty prompt of them.", param="messages")
         return tokens
+
+
+def _is_long(messages: list[dict[str, Any]]) -> bool:
+    if len(messages) > _LONG_MESSAGES:
+        return True
+    chars = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            chars += len(content)
+        elif isinstance(content, list):
+            chars += 256 * len(content)
+            chars += sum(len(p["text"]) for p in content if isinstance(p, dict) and isinstance(p.get("text"), str))
+    return chars > _LONG_CHARS
 
 
 def _cut_after(rendered: str, content: str) -> str:

@@ -13,7 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 from pydantic_core import from_json
 
 from kvern_engine.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP
+from kvern_engine.server.body import SMALL_BYTES, depth_of, is_harmless, too_deep
 from kvern_engine.server.errors import ApiError, not_served_yet
+from kvern_engine.server.limits import RequestLimits, too_many
 
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 1024
@@ -254,25 +256,21 @@ _LATER = {
     "kv_transfer_params": "Moving KV caches between servers",
     "vllm_xargs": "Parameters of vLLM's plug-ins",
 }
-_LARGE_BODY = 64 << 10
 _MAX_FIELDS = 256
-# None: has limits of its own elsewhere.
-_MAX_ITEMS: dict[str, int | None] = {
-    "messages": MAX_MESSAGES,
-    "prompt": None,
+_BUILT_IN = RequestLimits()
+# Items of fields whose limit is no flag's.
+_MAX_ITEMS = {
     "tokens": MAX_IDS,
-    "stop": MAX_STOP,
     "stop_token_ids": MAX_STOP_IDS,
     "allowed_token_ids": MAX_ALLOWED,
     "bad_words": MAX_BAD_WORDS,
-    "logit_bias": MAX_BIASES,
 }
 _ABSENT: tuple[Any, ...] = (None, False, "none", "", [], {})
 
 T = TypeVar("T", bound=Body)
 
 
-def parse_body(model: type[T], body: bytes) -> T:
+def parse_body(model: type[T], body: bytes, limits: RequestLimits = _BUILT_IN) -> T:
     """The request in `body`. Raises ApiError 400."""
     try:
         content = _decode(body)
@@ -280,17 +278,22 @@ def parse_body(model: type[T], body: bytes) -> T:
         raise ApiError(f"The body is not valid JSON: {e}.", code="invalid_json") from None
     if not isinstance(content, dict):
         raise ApiError(f"The body must be a JSON object, got {_kind(content)}.", code="invalid_json")
+    most = limits.json_depth
+    if len(body) <= SMALL_BYTES and not is_harmless(body, most) and depth_of(content, most) > most:
+        raise ApiError(too_deep(most), code="invalid_json")
+    _check_sizes(content, limits)
     if issubclass(model, _Sampling):
         _take_known(content)
-    _check_sizes(content)
     try:
-        return model.model_validate(content)
+        request = model.model_validate(content)
     except ValidationError as e:
         raise _as_api_error(model, e) from None
+    _check_caps(request, limits)
+    return request
 
 
 def _decode(body: bytes) -> Any:
-    if len(body) < _LARGE_BODY or not gc.isenabled():
+    if len(body) < SMALL_BYTES or not gc.isenabled():
         return from_json(body, allow_inf_nan=False)
     # Millions of values would set off collection after collection of garbage that is none: ten times as slow.
     gc.disable()
@@ -300,14 +303,62 @@ def _decode(body: bytes) -> Any:
         gc.enable()
 
 
-def _check_sizes(content: dict[str, Any]) -> None:
+def _check_sizes(content: dict[str, Any], limits: RequestLimits) -> None:
     """The number of fields, and of items in each, before anything looks at every one of them (and finds a fault)."""
     if len(content) > _MAX_FIELDS:
         raise ApiError(f"The body must have at most {_MAX_FIELDS} fields, got {len(content)}.")
+    flags = {
+        "messages": (limits.messages, "max_messages"),
+        "stop": (limits.stop, "max_stop"),
+        "logit_bias": (limits.logit_bias, "max_logit_bias"),
+        "tools": (limits.tools, "max_tools"),
+        "functions": (limits.tools, "max_tools"),
+    }
     for name, value in content.items():
-        limit = _MAX_ITEMS.get(name, _MAX_FIELDS)
-        if limit is not None and isinstance(value, list | dict) and len(value) > limit:
+        if not isinstance(value, list | dict) or name == "prompt":  # which has limits of its own
+            continue
+        limit, flag = flags.get(name, (_MAX_ITEMS.get(name, _MAX_FIELDS), ""))
+        if len(value) > limit and flag:
+            raise too_many(name, limit, flag, len(value))
+        if len(value) > limit:
             raise ApiError(f"{name} must have at most {limit} items, got {len(value)}.", param=name)
+
+
+def _check_caps(request: Body, limits: RequestLimits) -> None:
+    """Limits that the server's configuration lowers."""
+    if isinstance(request, _Sampling):
+        _check_numbers(request, limits)
+        for i, stop in enumerate(request.stop or ()):
+            if len(stop) > limits.stop_chars:
+                raise too_many(f"stop[{i}]", limits.stop_chars, "max_stop_chars", len(stop), "characters")
+    messages = getattr(request, "messages", None)
+    if isinstance(messages, list):
+        _check_messages(messages, limits)
+
+
+def _check_numbers(request: "_Sampling", limits: RequestLimits) -> None:
+    logprobs = request.logprobs if isinstance(request, CompletionRequest) else None
+    top_logprobs = request.top_logprobs if isinstance(request, ChatRequest) else None
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    for name, value, limit, flag in (
+        ("n", request.n, limits.n, "max_n"),
+        ("best_of", best_of, limits.n, "max_n"),
+        ("logprobs", logprobs, limits.logprobs, "max_logprobs"),
+        ("top_logprobs", top_logprobs, limits.logprobs, "max_logprobs"),
+        ("prompt_logprobs", request.prompt_logprobs, limits.logprobs, "max_logprobs"),
+    ):
+        if value is not None and value > limit:
+            raise ApiError(f"{name} must be at most {limit} ({flag}), got {value}.", param=name)
+
+
+def _check_messages(messages: list[dict[str, Any]], limits: RequestLimits) -> None:
+    parts = sum(len(c) for m in messages if isinstance(c := m.get("content"), list))
+    if parts > limits.content_parts:
+        raise too_many("messages", limits.content_parts, "max_content_parts", parts, "content parts")
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if isinstance(calls, list) and len(calls) > limits.tools:
+            raise too_many(f"messages[{i}].tool_calls", limits.tools, "max_tools", len(calls))
 
 
 def _take_known(content: dict[str, Any]) -> None:

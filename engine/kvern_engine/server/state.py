@@ -12,6 +12,7 @@ from kvern_engine.server.engine_client import EngineClient
 from kvern_engine.server.errors import model_not_found, unavailable
 from kvern_engine.server.lifecycle import Lifecycle
 from kvern_engine.server.prompts import PromptReader
+from kvern_engine.server.reading import RequestReader
 
 
 def kvern_version() -> str:
@@ -32,6 +33,7 @@ class ServerState:
     client: EngineClient
     metrics: Metrics
     lifecycle: Lifecycle
+    requests: RequestReader
     reader: PromptReader | None = None
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     layout_generation: int = 0
@@ -76,5 +78,5 @@ def pod_view(config: EngineConfig, client: EngineClient, lifecycle: Lifecycle) -
             "pp": config.pipeline_parallel_size,
         },
         cache_config=cache,
-        max_model_len=client.max_model_len or config.max_model_len,
+        max_model_len=client.max_model_len or config.asked_model_len,
     )

@@ -5,10 +5,9 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern_engine.server.asgi import check_json_type, read_body
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.models import json_response
-from kvern_engine.server.protocol import DetokenizeRequest, TokenizeRequest, parse_body
+from kvern_engine.server.protocol import DetokenizeRequest, TokenizeRequest
 from kvern_engine.server.state import ServerState
 
 Q = TypeVar("Q", TokenizeRequest, DetokenizeRequest)
@@ -22,9 +21,7 @@ class TokenizeEndpoints:
 
     async def _asked(self, request: Request, model: type[Q]) -> Q:
         """The request's body, of the served model."""
-        check_json_type(request.scope)
-        body = await read_body(request.scope, request.receive, self._state.config.max_body_bytes)
-        asked = parse_body(model, body)
+        asked = await self._state.requests.read(request.scope, request.receive, model)
         self._state.check_model(asked.model)
         return asked
 
@@ -64,5 +61,6 @@ class TokenizeEndpoints:
         reader, _ = self._state.loaded()
         reader.check_ids(asked.tokens, "tokens", to_read=True)
         tokenizer = reader.tokenizer
-        text = await reader.off_loop(lambda: tokenizer.decode(asked.tokens, skip_special_tokens=False))
+        long = len(asked.tokens) > 16_384
+        text = await reader.off_loop(lambda: tokenizer.decode(asked.tokens, skip_special_tokens=False), long=long)
         return json_response({"prompt": text})

@@ -1,6 +1,7 @@
 """Runs a real API server on a loopback port in front of fake engine cores (`conftest.py` has the fixtures)."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 import socket
@@ -20,6 +21,7 @@ from kvern_engine.server.admin import create_admin_app
 from kvern_engine.server.app import create_app
 from kvern_engine.server.main import Terminator, build_state, http_server, load_reader
 from kvern_engine.server.state import ServerState
+from kvern_engine.server.wire.server import HttpServer
 from kvern_engine.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[1] / "models_data" / "tiny-kjv"
@@ -40,12 +42,13 @@ class LiveServer:
         self.url, self.admin_url = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in self.sockets)
         self.state: ServerState
         self.terminator: Terminator
+        self.http: list[HttpServer]  # the public port's and the admin port's
         self.loop: asyncio.AbstractEventLoop
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self.thread = threading.Thread(target=self._main, daemon=True)
         self.thread.start()
-        assert self._started.wait(20), "the server did not start"
+        assert self._started.wait(60), "the server did not start"
         if self._failure:
             raise self._failure
 
@@ -61,7 +64,8 @@ class LiveServer:
         files = resolve_model(self.config.model)
         self.loop = asyncio.get_running_loop()
         self.state = build_state(self.config, files, self.index, str(self.folder), self.engines)
-        servers = [http_server(create_app(self.state)), http_server(create_admin_app(self.state, TOKEN))]
+        apps = (create_app(self.state), create_admin_app(self.state, TOKEN))
+        self.http = servers = [http_server(app, self.config) for app in apps]
         self.terminator = Terminator(self.state, servers)
         serving = [asyncio.ensure_future(s.serve([k])) for s, k in zip(servers, self.sockets, strict=True)]
         if self.load:
@@ -69,6 +73,7 @@ class LiveServer:
         self._started.set()
         await asyncio.gather(*serving)
         self.state.client.close()
+        self.state.requests.close()
 
     def load_now(self) -> None:
         """What `load=False` left out."""
@@ -79,7 +84,7 @@ class LiveServer:
         """As a SIGTERM would."""
         self.loop.call_soon_threadsafe(self.terminator.signalled)
 
-    def wait_for(self, status: int, path: str = "/ready", seconds: float = 5.0) -> None:
+    def wait_for(self, status: int, path: str = "/ready", seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while (seen := httpx.get(self.url + path).status_code) != status:
             assert time.monotonic() < deadline, f"{path} is {seen}, not {status}"
@@ -87,9 +92,10 @@ class LiveServer:
 
     def close(self) -> None:
         if self.thread.is_alive():
-            self.terminate()
-            self.terminate()
-            self.thread.join(10)
+            with contextlib.suppress(RuntimeError):  # its loop has just ended
+                self.terminate()
+                self.terminate()
+            self.thread.join(60)
         assert not self.thread.is_alive()
 
 
@@ -139,7 +145,7 @@ def events_of(response: httpx.Response) -> list[Any]:
     return [json.loads(b.removeprefix("data: ")) for b in blocks[:-1]]
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"

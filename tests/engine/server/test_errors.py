@@ -38,7 +38,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict:
         ({"presence_penalty": 3}, "presence_penalty", "presence_penalty must be less than or equal to 2, got 3"),
         ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be greater than or equal to 0.01"),
         ({"seed": 2**63}, "seed", "seed must be"),
-        ({"stop": ["a"] * 17}, "stop", "stop must have at most 16 items, got 17."),
+        ({"stop": ["a"] * 17}, "stop", "stop must have at most 16 items (max_stop), got 17."),
         ({"stop": [""]}, "stop[0]", "stop[0]: String should have at least 1 character"),
         ({"stop": 5}, "stop", "stop must be an array, got 5 (an integer)."),
         ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias must map token ids to biases, got the key 'a'."),

@@ -1,0 +1,95 @@
+"""The listener: connections of one app, a sweep that ends what takes too long, and an orderly end."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+from email.utils import formatdate
+from typing import Any
+
+from kvern_engine.server.wire.connection import Connection
+from kvern_engine.server.wire.exchange import Exchange
+from kvern_engine.server.wire.head import WireLimits
+
+BACKLOG = 4096
+SWEEP_SECONDS = 1.0
+_CLOSE_SECONDS = 2.0  # for the last bytes of answers, once nothing is in flight any more
+_POLL_SECONDS = 0.02
+
+
+class HttpServer:
+    """Serves an ASGI app on listening sockets until `stop`. Create it in the running loop."""
+
+    def __init__(self, app: Any, limits: WireLimits | None = None) -> None:
+        self.app = app
+        self.limits = limits or WireLimits()
+        self.connections: set[Connection] = set()
+        self.stopping = False
+        self._stop = asyncio.Event()
+        self._date = (0, b"")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept on `sockets` until `stop`, then let answers under way finish for a moment."""
+        listeners = [await self._listen(sock) for sock in sockets]
+        sweep = asyncio.ensure_future(self._sweep())
+        try:
+            await self._stop.wait()
+        finally:
+            self.stopping = True
+            for listener in listeners:
+                listener.close()
+            sweep.cancel()
+        await self._end()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    async def _listen(self, sock: socket.socket) -> asyncio.AbstractServer:
+        loop = asyncio.get_running_loop()
+        if sock.family == socket.AF_UNIX:
+            return await loop.create_unix_server(lambda: Connection(self), sock=sock, backlog=BACKLOG)
+        return await loop.create_server(lambda: Connection(self), sock=sock, backlog=BACKLOG)
+
+    async def _end(self) -> None:
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self.connections and time.monotonic() < deadline:
+            for connection in list(self.connections):
+                connection.close_if_idle()
+            await asyncio.sleep(_POLL_SECONDS)
+        for connection in list(self.connections):
+            connection.abort()
+        await asyncio.sleep(0)
+
+    # what connections ask for
+
+    def run(self, exchange: Exchange) -> None:
+        """Call the app for a request, in a task of its own."""
+        task = asyncio.get_running_loop().create_task(exchange.run(self.app))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def connected(self, connection: Connection) -> bool:
+        """Take a new connection into the books; False where there are too many."""
+        self.connections.add(connection)
+        return len(self.connections) <= self.limits.connections
+
+    def disconnected(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+
+    def date(self) -> bytes:
+        """The Date header's value, made once a second."""
+        now = int(time.time())
+        if now != self._date[0]:
+            self._date = now, formatdate(now, usegmt=True).encode()
+        return self._date[1]
+
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                await asyncio.sleep(SWEEP_SECONDS)
+                now = loop.time()
+                for connection in list(self.connections):
+                    connection.check(now)
