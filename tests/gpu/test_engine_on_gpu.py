@@ -59,6 +59,17 @@ def greedy(count: int, length: int = 48) -> list[SamplingParams]:
     return [SamplingParams(temperature=0.0, max_tokens=length + 3 * i, ignore_eos=True) for i in range(count)]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_on_the_host_compute_the_same(tiny_path: str, dtype: str) -> None:
+    """`cpu_offload_gb`: the same tokens with all layers in pinned memory, and with few of them."""
+    with engine(tiny_path, dtype=dtype, enforce_eager=True) as llm:
+        expected = answers(llm, greedy(20))
+    size = sum(path.stat().st_size for path in Path(tiny_path).glob("*.safetensors"))
+    for share in (0.1, 1.0):
+        with engine(tiny_path, dtype=dtype, cpu_offload_gb=share * size / (1 << 30)) as llm:
+            assert answers(llm, greedy(20)) == expected, f"{share:.0%} of the weights"
+
+
 def mixed() -> list[SamplingParams]:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},

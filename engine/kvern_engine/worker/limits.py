@@ -3,6 +3,7 @@
 Pure functions of the configuration and of facts about device and model; no torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,10 @@ from kvern_engine.config import EngineConfig
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.parallel.layout import Layout
 
+ALLOW_LONG = "KVERN_ALLOW_LONG_MAX_MODEL_LEN"
+LEARNED_POSITIONS = frozenset({"GPT2LMHeadModel"})
+# Families that were trained in bfloat16 and whose activations are beyond float16's range.
+OVERFLOWS_IN_FLOAT16 = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FP8_CAPABILITY = (8, 9)  # from which FP8 is multiplied in hardware
 _BF16_CAPABILITY = (8, 0)  # NVIDIA compute capability from which bfloat16 is computed in hardware
@@ -23,39 +28,115 @@ class DtypeChoice:
     note: str | None = None
 
 
-def choose_dtype(requested: str, device: str, capability: tuple[int, int] | None = None) -> DtypeChoice:
-    """The number format for `requested` (EngineConfig.dtype) on `device` ("cpu" or "cuda").
+def choose_dtype(
+    requested: str, device: str, capability: tuple[int, int] | None = None, architecture: str = ""
+) -> DtypeChoice:
+    """The number format for `requested` (EngineConfig.dtype) on `device` ("cpu" or "cuda"), for a model of
+    `architecture`.
 
-    `capability` is the compute capability of a CUDA device. auto: float32 on a CPU; bfloat16 on a GPU, float16 where it
-    has none. Raises ValueError for an explicit bfloat16 on a GPU without it.
+    `capability` is the compute capability of a CUDA device. auto: float32 on a CPU; bfloat16 on a GPU, where it has
+    none float16, or float32 for a model that overflows in that. Raises ValueError for an explicit bfloat16 on a GPU
+    without it, and for float16 with such a model.
     """
     has_bf16 = device != "cuda" or capability is None or capability >= _BF16_CAPABILITY
     name = "" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+    overflows = architecture in OVERFLOWS_IN_FLOAT16
     if requested == "auto":
         if device != "cuda":
             return DtypeChoice("float32")
         if has_bf16:
             return DtypeChoice("bfloat16")
+        if overflows:
+            return DtypeChoice(
+                "float32", f"dtype float32: this GPU ({name}) has no bfloat16, and {architecture} overflows in float16"
+            )
         return DtypeChoice("float16", f"dtype float16: this GPU ({name}) has no bfloat16")
     if requested == "bfloat16" and not has_bf16:
+        instead = "float32" if overflows else "float16"
         raise ValueError(
-            f"dtype bfloat16 needs a GPU of compute capability 8.0 or later, this one has {name}; use float16 or auto"
+            f"dtype bfloat16 needs a GPU of compute capability 8.0 or later, this one has {name}; use {instead} or auto"
+        )
+    if requested == "float16" and overflows:
+        raise ValueError(
+            f"dtype float16 does not fit {architecture}: its activations grow beyond 65,504, the largest number of "
+            "float16, and answers become nonsense; use bfloat16, float32 or auto"
         )
     if requested not in DTYPE_BYTES:
         raise ValueError(f"dtype must be auto or one of {', '.join(DTYPE_BYTES)}, got {requested!r}")
     return DtypeChoice(requested)  # type: ignore[arg-type]
 
 
-def choose_max_model_len(requested: int | None, longest: int) -> int:
-    """The longest sequence in tokens: `requested`, by default `longest`, what the model was made for
-    (max_position_embeddings). Raises ValueError for more than that: beyond it rotary positions mean nothing."""
-    if requested is None:
-        return longest
-    if requested > longest:
-        raise ValueError(
-            f"max_model_len must be at most {longest} (the model's max_position_embeddings), got {requested}"
+@dataclass(frozen=True)
+class OwnLength:
+    """How long sequences of a model may be, in tokens: `usual` where nothing is asked for, up to `most` on request.
+    `why` says where `most` comes from. `hard`: beyond it the model has no positions at all."""
+
+    usual: int
+    most: int
+    why: str = "the model's max_position_embeddings"
+    hard: bool = False
+
+
+def own_length(model: ModelConfig) -> OwnLength:
+    """The length that a model was made for, and what its rope scaling stretches it to.
+
+    YaRN states both lengths. Linear and dynamic scalings do not: in some files max_position_embeddings is the length
+    before scaling and in others that after it, so that what lies between is there for those who ask for it. LongRoPE
+    and Llama 3's scaling are part of max_position_embeddings.
+    """
+    positions = model.max_position_embeddings
+    if model.architecture in LEARNED_POSITIONS:
+        return OwnLength(positions, positions, "the positions that the model has learned", hard=True)
+    scaling = model.rope_scaling or {}
+    kind, factor = scaling.get("rope_type"), float(scaling.get("factor", 1.0))
+    if kind == "yarn":
+        stretched = int(scaling.get("original_max_position_embeddings", positions) * factor)
+        return OwnLength(
+            max(positions, stretched), max(positions, stretched), "the model's length with its YaRN scaling"
         )
-    return requested
+    if kind in ("linear", "dynamic") and factor > 1 and model.local_rope_theta is None:
+        why = f"the model's max_position_embeddings ({positions}) times the factor of its {kind} rope_scaling"
+        return OwnLength(positions, int(positions * factor), why)
+    return OwnLength(positions, positions)
+
+
+@dataclass(frozen=True)
+class LengthChoice:
+    """The longest sequence in `tokens`; `fit`: less where the KV cache has no room for one of them. `note` says what
+    may go wrong."""
+
+    tokens: int
+    fit: bool = False
+    note: str | None = None
+
+
+def choose_max_model_len(requested: int | Literal["auto"] | None, own: OwnLength, allow_long: bool) -> LengthChoice:
+    """The longest sequence: `requested`, by default what is usual for the model, "auto" as much of that as fits. Raises
+    ValueError for more than the model's most: beyond it rotary positions mean nothing. `allow_long`
+    (KVERN_ALLOW_LONG_MAX_MODEL_LEN=1) allows that all the same, but not beyond learned positions."""
+    if requested is None or requested == "auto":
+        return LengthChoice(own.usual, fit=requested == "auto")
+    if requested <= own.most:
+        return LengthChoice(requested)
+    beyond = f"max_model_len must be at most {own.most} ({own.why}), got {requested}"
+    if own.hard:
+        raise ValueError(beyond)
+    if not allow_long:
+        raise ValueError(
+            f"{beyond}: further positions were never trained and answers there are likely nonsense; "
+            f"{ALLOW_LONG}=1 allows them all the same"
+        )
+    return LengthChoice(
+        requested, note=f"max_model_len {requested} is above {own.most}, {own.why}: answers there are likely nonsense"
+    )
+
+
+def allows_long(environ: Mapping[str, str]) -> bool:
+    """Whether KVERN_ALLOW_LONG_MAX_MODEL_LEN is set. Raises ValueError for a value that is neither yes nor no."""
+    value = environ.get(ALLOW_LONG, "").strip().lower()
+    if value not in ("", "0", "1", "true", "false"):
+        raise ValueError(f"{ALLOW_LONG} must be 0 or 1, got {environ[ALLOW_LONG]!r}")
+    return value in ("1", "true")
 
 
 _UNWATCHED_TOKENS = 16384
@@ -93,6 +174,22 @@ def step_limits(config: EngineConfig, device: str, device_name: str, max_model_l
             f"false, got {tokens}"
         )
     return StepLimits(sequences, tokens)
+
+
+def check_offload(gib: float, device: str, quantization: str | None) -> None:
+    """Raises ValueError where `gib` GiB of weights (cpu_offload_gb) cannot be kept in host memory. `quantization`: that
+    of the weights, asked for or of the checkpoint."""
+    if gib == 0:
+        return
+    if device == "cpu":
+        raise ValueError(
+            f"cpu_offload_gb={gib:g} is for GPUs: on a CPU all weights are in the host's memory; leave it out"
+        )
+    if quantization is not None:
+        raise ValueError(
+            f"cpu_offload_gb={gib:g} with weights in FP8 ({quantization}) is not supported yet; use the unquantized "
+            "model, or leave cpu_offload_gb out"
+        )
 
 
 def check_supported(config: EngineConfig) -> None:

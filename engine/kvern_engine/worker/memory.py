@@ -50,14 +50,15 @@ def size_kv_cache(
     block_size: int,
     max_model_len: int,
     num_blocks_override: int | None = None,
+    least_tokens: int | None = None,
 ) -> KvCacheSize:
     """As many blocks of `per_block` bytes as `available` bytes hold; `num_blocks_override` is taken as it is. Raises
-    ValueError where one sequence of `max_model_len` tokens does not fit.
+    ValueError where one sequence of `max_model_len` tokens, or of `least_tokens` if that is given, does not fit.
     """
     if num_blocks_override is not None:
         return KvCacheSize(num_blocks_override, num_blocks_override * per_block)
     blocks = available // per_block
-    needed = blocks_for(max_model_len, block_size)
+    needed = blocks_for(max_model_len if least_tokens is None else least_tokens, block_size)
     if blocks < needed:
         raise ValueError(too_small_message(available, per_block, block_size=block_size, max_model_len=max_model_len))
     return KvCacheSize(blocks, blocks * per_block)

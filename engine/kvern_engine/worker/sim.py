@@ -7,6 +7,7 @@ each gets all plans, and knows from them when every stage is busy.
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -77,9 +78,13 @@ class SimWorker:
         begin = time.perf_counter()
         self.profile = self._profile()
         self.profile.check_layout(self.layout)
-        self.max_model_len = limits.choose_max_model_len(self.config.max_model_len, self.profile.max_model_len)
+        own = limits.OwnLength(self.profile.max_model_len, self.profile.max_model_len, "the profile's max_model_len")
+        length = limits.choose_max_model_len(self.config.max_model_len, own, limits.allows_long(os.environ))
+        self.max_model_len = length.tokens
         bounds = limits.step_limits(self.config, "sim", self.profile.device, self.max_model_len)
-        size = self._size_kv_cache()
+        size = self._size_kv_cache(length.fit)
+        if length.fit:
+            self.max_model_len = min(self.max_model_len, size.num_blocks * self.config.block_size)
         self._seeds = np.zeros(bounds.max_num_seqs, dtype=np.int64)
         self._num_prompt = np.zeros(bounds.max_num_seqs, dtype=np.int64)
         self._sampled_at = np.full(bounds.max_num_seqs, -math.inf)  # when a row's last token is known
@@ -163,7 +168,7 @@ class SimWorker:
             return set()
         return set(tokenizer.special_token_ids) | set(tokenizer.eos_token_ids)
 
-    def _size_kv_cache(self) -> memory.KvCacheSize:
+    def _size_kv_cache(self, fit: bool) -> memory.KvCacheSize:
         profile, config = self.profile, self.config
         available = config.kv_cache_memory_bytes or memory.available_on_gpu(
             profile.memory_bytes, profile.rank_weight_bytes(self.layout), config.gpu_memory_utilization
@@ -174,6 +179,7 @@ class SimWorker:
             block_size=config.block_size,
             max_model_len=self.max_model_len,
             num_blocks_override=config.num_gpu_blocks_override,
+            least_tokens=1 if fit else None,
         )
 
     def _result(self, plan: StepPlan, seconds: float) -> StepResult:

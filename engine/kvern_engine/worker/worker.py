@@ -19,6 +19,7 @@ from torch import Tensor
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import AddedRow, RowSampling, StepPlan, WorkerReady
 from kvern_engine.loading.config import read_model_config
+from kvern_engine.loading.remote_code import remote_code_note
 from kvern_engine.loading.resolve import ModelFiles, resolve_model
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.registry import CausalLM, model_class
@@ -28,7 +29,17 @@ from kvern_engine.request import MAX_LOGPROBS
 from kvern_engine.worker import limits, memory
 from kvern_engine.worker.graphs import CAPTURED_AT_START, DecodeGraphs
 from kvern_engine.worker.invariant import first_difference, probe_plans
-from kvern_engine.worker.load import load_weights, random_weights
+from kvern_engine.worker.load import check_checkpoint, load_weights, random_weights
+from kvern_engine.worker.offload import (
+    NO_OFFLOAD,
+    CudaCopies,
+    OffloadPlan,
+    check_host_memory,
+    layer_bytes,
+    offload,
+    pin_for_cuda,
+    plan_offload,
+)
 from kvern_engine.worker.pending import Pending
 from kvern_engine.worker.runner import Runner
 from kvern_engine.worker.stages import StageLink
@@ -71,6 +82,7 @@ class Worker:
         self._seconds: dict[str, float] = {}
         self._quantization: str | None = None
         self._fp8_kv = False
+        self._fit = False
 
     def load(self, progress: Progress | None = None) -> WorkerReady:
         """Loads the weights, measures what a step takes and sizes the KV arena.
@@ -85,15 +97,20 @@ class Worker:
             model_config = read_model_config(files)
             _check_load_format(self.config.load_format, files)
             check_layout(model_config, self.layout)
-            self.max_model_len = limits.choose_max_model_len(
-                self.config.max_model_len, model_config.max_position_embeddings
+            self._note_remote_code(files)
+            length = limits.choose_max_model_len(
+                self.config.max_model_len, limits.own_length(model_config), limits.allows_long(os.environ)
             )
+            self.max_model_len, self._fit = length.tokens, length.fit
+            if length.note:
+                log.warning(length.note)
             self.step_limits = limits.step_limits(
                 self.config, self.device.type, self._device_name(), self.max_model_len
             )
             self._quantization, self._fp8_kv = limits.fp8_choice(self.config, model_config)
             quantizable = model_class(model_config.architecture).quantizable
             limits.check_quantizable(model_config, self._quantization, quantizable)
+            limits.check_offload(self.config.cpu_offload_gb, self.device.type, self._quantization)
             limits.check_invariant(self.config, model_config)
             dtype = self._dtype(model_config)
         if self.parallel is None:
@@ -102,6 +119,12 @@ class Worker:
         with self._phase("weights", report), self._out_of_memory("the weights"):
             weight_bytes = self._load_model(files, model_config, dtype, lambda share: report("weights", share))
         if self.device.type == "cuda":
+            if not self.model.capturable:
+                log.warning(
+                    "%s runs without CUDA graphs and decodes slowly: its windows, soft caps or experts have no GPU "
+                    "kernels yet",
+                    model_config.architecture,
+                )
             with self._phase("products", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
                 large_products.choose(self.model.products(), self._most_tokens, dtype)
         with self._phase("profile", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
@@ -169,6 +192,7 @@ class Worker:
         # a rank of several: capturing NCCL's all-reduces in it hung on two H200s.
         alone = self.layout.pipeline == 1 and self.layout.tensor == 1
         eager = self.config.enforce_eager or self.config.batch_invariant  # graphs have as many sizes as batches
+        eager = eager or self.config.cpu_offload_gb > 0  # copies from the host are none of a graph's nodes
         return self.device.type == "cuda" and not eager and alone and self.model.capturable
 
     @contextmanager
@@ -205,11 +229,16 @@ class Worker:
     def _device_name(self) -> str:
         return "cpu" if self.device.type == "cpu" else f"{self.device} {torch.cuda.get_device_name(self.device)}"
 
+    def _note_remote_code(self, files: ModelFiles) -> None:
+        note = remote_code_note(files, self.config.trust_remote_code)
+        if note is not None and self.rank == 0:
+            log.log(logging.WARNING if self.config.trust_remote_code else logging.INFO, note)
+
     def _dtype(self, model: ModelConfig) -> torch.dtype:
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
         cache = self.config.kv_cache_dtype
         limits.check_fp8(self.config.quantization, self.device.type, capability, cache, model.fp8 is not None)
-        choice = limits.choose_dtype(self.config.dtype, self.device.type, capability)
+        choice = limits.choose_dtype(self.config.dtype, self.device.type, capability, model.architecture)
         if choice.note:
             log.warning(choice.note)
         return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[choice.dtype]
@@ -245,8 +274,16 @@ class Worker:
         self, files: ModelFiles, config: ModelConfig, dtype: torch.dtype, report: Callable[[float], None]
     ) -> int:
         build = model_class(config.architecture)
+        if self.config.load_format != "dummy":
+            check_checkpoint(build, config, dtype, files)
+        plan = self._plan_offload(build, config, dtype)
         self.model: CausalLM = build(
-            config, max_positions=self.max_model_len, dtype=dtype, device=self.device, parallel=self.parallel
+            config,
+            max_positions=self.max_model_len,
+            dtype=dtype,
+            device=self.device,
+            parallel=self.parallel,
+            host_layers=plan.layers,
         )
         if self.config.load_format == "dummy":
             size = random_weights(self.model, self.config.seed)
@@ -260,6 +297,9 @@ class Worker:
             size -= self.model.quantize_fp8(per_channel=self._quantization == "fp8_per_channel")
         elif self.device.type == "cpu" and size <= CPU_LAYOUT_BYTES:
             self.model.add_cpu_layouts()
+        if plan.layers:
+            offload(self.model, plan, CudaCopies(self.device), pin_for_cuda)
+            size -= plan.freed
         self.tables = RowTables(
             max_num_seqs=self.step_limits.max_num_seqs,
             max_model_len=self.max_model_len,
@@ -270,6 +310,16 @@ class Worker:
         if self.parallel is not None and self.parallel.pipeline is not None:
             self._link = StageLink(self.parallel.pipeline, self.tables, config.hidden_size, dtype)
         return size
+
+    def _plan_offload(self, build: type[CausalLM], config: ModelConfig, dtype: torch.dtype) -> OffloadPlan:
+        wanted = int(self.config.cpu_offload_gb * memory.GIB)
+        if not wanted:
+            return NO_OFFLOAD
+        assert self.parallel is not None
+        plan = plan_offload(layer_bytes(build, config, dtype, self.parallel), wanted)
+        check_host_memory(plan, self.config.cpu_offload_gb, memory.available_host_memory() // self._place.world)
+        log.warning("cpu_offload_gb=%g: %s", self.config.cpu_offload_gb, plan)
+        return plan
 
     def _arena(self, num_blocks: int) -> Tensor:
         """The KV cache of this rank, [layers, 2, Hkv, num_blocks, block_size, head_dim] of its layers and heads."""
@@ -351,8 +401,12 @@ class Worker:
             block_size=self.config.block_size,
             max_model_len=self.max_model_len,
             num_blocks_override=self.config.num_gpu_blocks_override,
+            least_tokens=1 if self._fit else None,
         )
         blocks = own.num_blocks if self.parallel is None else self.parallel.smallest(own.num_blocks)
+        if self._fit and blocks * self.config.block_size < self.max_model_len:
+            self.max_model_len = blocks * self.config.block_size
+            log.warning("max_model_len auto: %d tokens fit, the model's own length does not", self.max_model_len)
         return memory.KvCacheSize(blocks, blocks * per_block)
 
     def _available(self, per_block: int, used: int) -> int:

@@ -125,7 +125,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(RankMissingError) as error:
         init_parallel(Layout(1, 2, 2), 0, 1, f"file://{tmp_path}/meet", timeout=1)
-    assert 0.9 < time.monotonic() - begin < 10
+    assert 0.9 < time.monotonic() - begin < 60
     assert str(error.value) == (
         f"ranks 0, 2, 3 of engine 0 did not join within 1 s; rank 1 waited at file://{tmp_path}/meet and met 1 of 4 "
         "ranks"

@@ -1,5 +1,8 @@
 """Decisions before memory is taken: formats, lengths, limits, sizes, and the text of every refusal."""
 
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,12 +47,108 @@ def test_dtype_refusals() -> None:
         limits.choose_dtype("int8", "cpu")
 
 
+@pytest.mark.parametrize("family", sorted(limits.OVERFLOWS_IN_FLOAT16))
+def test_families_that_overflow_in_float16(family: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        limits.choose_dtype("float16", "cpu", None, family)
+    assert str(caught.value) == (
+        f"dtype float16 does not fit {family}: its activations grow beyond 65,504, the largest number of float16, and "
+        "answers become nonsense; use bfloat16, float32 or auto"
+    )
+    choice = limits.choose_dtype("auto", "cuda", (7, 5), family)
+    assert choice.dtype == "float32"
+    assert choice.note == (
+        f"dtype float32: this GPU (compute capability 7.5) has no bfloat16, and {family} overflows in float16"
+    )
+    with pytest.raises(ValueError, match=r"this one has compute capability 7\.5; use float32 or auto"):
+        limits.choose_dtype("bfloat16", "cuda", (7, 5), family)
+    assert limits.choose_dtype("auto", "cuda", (8, 0), family).dtype == "bfloat16"
+
+
+def model(**fields: object) -> ModelConfig:
+    return replace(LLAMA_8B, **fields)  # type: ignore[arg-type]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("fields", "usual", "most"),
+    [
+        ({}, 8192, 8192),
+        ({"rope_scaling": YARN}, 32768, 32768),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 2048}}, 8192, 8192),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 8192, 32768),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.5, "original": 8192}}, 8192, 20480),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "local_rope_theta": 1e4}, 8192, 8192),  # Gemma 3
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 8192, 8192),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 32.0}}, 8192, 8192),
+    ],
+)
+def test_a_models_own_length(fields: dict[str, object], usual: int, most: int) -> None:
+    own = limits.own_length(model(**fields))
+    assert (own.usual, own.most, own.hard) == (usual, most, False)
+
+
 def test_max_model_len() -> None:
-    assert limits.choose_max_model_len(None, 8192) == 8192
-    assert limits.choose_max_model_len(8192, 8192) == 8192
-    assert limits.choose_max_model_len(100, 8192) == 100
-    with pytest.raises(ValueError, match=r"max_model_len must be at most 8192 .*max_position_embeddings.*, got 8193"):
-        limits.choose_max_model_len(8193, 8192)
+    own = limits.own_length(LLAMA_8B)
+
+    def chosen(requested: int | Literal["auto"] | None, allow: bool = False) -> tuple[int, bool]:
+        choice = limits.choose_max_model_len(requested, own, allow)
+        assert choice.note is None
+        return choice.tokens, choice.fit
+
+    assert chosen(None) == chosen(None, True) == chosen(8192) == (8192, False)
+    assert chosen("auto") == (8192, True) and chosen(100, True) == (100, False)
+    with pytest.raises(ValueError) as caught:
+        chosen(8193)
+    assert str(caught.value) == (
+        "max_model_len must be at most 8192 (the model's max_position_embeddings), got 8193: further positions were "
+        "never trained and answers there are likely nonsense; KVERN_ALLOW_LONG_MAX_MODEL_LEN=1 allows them all the same"
+    )
+    choice = limits.choose_max_model_len(9000, own, True)
+    assert choice == limits.LengthChoice(
+        9000,
+        note="max_model_len 9000 is above 8192, the model's max_position_embeddings: answers there are likely nonsense",
+    )
+
+
+def test_max_model_len_with_scalings_and_without_positions() -> None:
+    linear = limits.own_length(model(rope_scaling={"rope_type": "linear", "factor": 4.0}))
+    assert limits.choose_max_model_len(None, linear, False).tokens == 8192
+    assert limits.choose_max_model_len(32768, linear, False) == limits.LengthChoice(32768)
+    with pytest.raises(
+        ValueError, match=r"at most 32768 \(the model's max_position_embeddings \(8192\) times the factor"
+    ):
+        limits.choose_max_model_len(32769, linear, False)
+    yarn = limits.own_length(model(rope_scaling=YARN))
+    with pytest.raises(ValueError, match=r"at most 32768 \(the model's length with its YaRN scaling\), got 99999"):
+        limits.choose_max_model_len(99999, yarn, False)
+    learned = limits.own_length(model(architecture="GPT2LMHeadModel"))
+    for allow in (False, True):
+        with pytest.raises(ValueError) as caught:
+            limits.choose_max_model_len(8193, learned, allow)
+        assert str(caught.value) == (
+            "max_model_len must be at most 8192 (the positions that the model has learned), got 8193"
+        )
+
+
+def test_who_allows_long_lengths() -> None:
+    assert not limits.allows_long({}) and not limits.allows_long({limits.ALLOW_LONG: "0"})
+    assert limits.allows_long({limits.ALLOW_LONG: "1"}) and limits.allows_long({limits.ALLOW_LONG: "True"})
+    with pytest.raises(ValueError, match="KVERN_ALLOW_LONG_MAX_MODEL_LEN must be 0 or 1, got 'maybe'"):
+        limits.allows_long({limits.ALLOW_LONG: "maybe"})
+
+
+def test_offload_refusals() -> None:
+    limits.check_offload(0, "cpu", "fp8_per_tensor")
+    limits.check_offload(2.5, "cuda", None)
+    with pytest.raises(ValueError, match=r"cpu_offload_gb=2.5 is for GPUs: on a CPU all weights are in the host's mem"):
+        limits.check_offload(2.5, "cpu", None)
+    with pytest.raises(
+        ValueError, match=r"cpu_offload_gb=4 with weights in FP8 \(fp8_per_tensor\) is not supported yet"
+    ):
+        limits.check_offload(4.0, "cuda", "fp8_per_tensor")
 
 
 def test_step_limits_by_device() -> None:
@@ -74,7 +173,10 @@ def test_step_limits_by_device() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"batch_invariant": True}, "batch_invariant=True is not supported yet"),
+        (
+            {"batch_invariant": True, "tensor_parallel_size": 4},
+            "batch_invariant with tensor_parallel_size=4 cannot hold",
+        ),
     ],
 )
 def test_what_comes_later_is_refused(fields: dict[str, object], text: str) -> None:
