@@ -9,7 +9,10 @@ import asyncio
 
 async def wait_or_timeout(event: asyncio.Event, seconds: float | None) -> bool:
     """Wait until `event` is set, for at most `seconds` (None: without a limit). Returns whether it is set; a
-    cancellation is always passed on."""
+    cancellation is always passed on. Others get a turn even where it is set already: callers are loops."""
+    if event.is_set():
+        await asyncio.sleep(0)
+        return True
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

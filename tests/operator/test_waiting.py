@@ -49,6 +49,19 @@ async def test_a_cancellation_that_comes_with_the_timeout_is_passed_on():
     assert await ends(task) and task.cancelled()
 
 
+async def test_others_get_a_turn_though_the_event_is_set():
+    """A loop around it whose own work sets the event again must not keep the whole program to itself."""
+    event, turns = asyncio.Event(), []
+    event.set()
+
+    async def other() -> None:
+        turns.append("other")
+
+    task = asyncio.create_task(other())
+    assert await wait_or_timeout(event, 60)
+    assert turns == ["other"] and task.done()
+
+
 async def test_loops_around_it_end_when_cancelled_as_something_comes():
     """What waits in the operator for work, and is stopped just as some comes."""
 

@@ -323,8 +323,8 @@ class LocalPod:
         """SIGTERM now, SIGKILL when the grace period is over. `run()` returns once it has ended."""
         if not self._stopping.is_set():
             self._stopping_since = time.monotonic()
-        self._stopping.set()
-        self._changed()
+            self._stopping.set()
+            self._changed()  # once: every pass over the pods stops again what is to stop
 
     def kill(self) -> None:
         """Do not wait any longer."""
