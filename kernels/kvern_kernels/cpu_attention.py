@@ -121,11 +121,10 @@ class _Decode:
             ids = torch.tensor([block for row in call.blocks for block in row])
             self.context = _Context(0, ids, rows, longest)
         self.mask: Tensor | None = None
-        windowed = window is not None and longest > window
-        if min(call.lengths) < longest or windowed:
+        if min(call.lengths) < longest or (window is not None and window < longest):
             lengths, places = torch.tensor(call.lengths)[:, None], torch.arange(longest)[None, :]
             hidden = places >= lengths
-            if windowed:
+            if window is not None:
                 hidden |= places < lengths - window
             self.mask = torch.zeros(rows, 1, 1, longest, dtype=dtype).masked_fill_(hidden[:, None, None, :], -torch.inf)
 

@@ -276,10 +276,11 @@ class Books:
         if not self.pool.enable_prefix_caching or not seq.reads_prefix_cache:
             return []
         size = self.pool.block_size
-        digests = seq.block_digests((len(seq.tokens) - 1) // size, size)
         if self.window is None:
-            return self.pool.lookup(digests)
-        return usable_prefix(self.pool.known(digests), self.window, size)
+            return self.pool.lookup(seq.block_digests((len(seq.tokens) - 1) // size, size))
+        # Choices that have yet to fork need the end of the prompt, which a prefix beyond it leaves behind.
+        tokens = seq.num_prompt if seq.request.deferred else len(seq.tokens)
+        return usable_prefix(self.pool.known(seq.block_digests((tokens - 1) // size, size)), self.window, size)
 
     def publish(self, seq: Sequence, num_tokens: int, fresh: set[int] | None = None) -> None:
         """Let the full blocks among the first `num_tokens` (known, computed) tokens be found."""

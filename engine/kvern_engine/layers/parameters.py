@@ -96,7 +96,7 @@ def fused_outputs(
         if stored.dtype == torch.float8_e4m3fn:  # few of torch's operations move that type
             return pick(stored.view(torch.uint8)).view(stored.dtype)
         found = []
-        for number, ((held, _), rows) in enumerate(zip(parts, stored.split(sizes), strict=True)):
+        for number, ((held, _), rows) in enumerate(zip(parts, torch.split(stored, sizes), strict=True)):
             rows = rows[held.start : held.stop]
             if order is not None and number + 1 < len(parts):
                 rows = rows.view(-1, len(order), *rows.shape[1:])[:, order].flatten(0, 1)

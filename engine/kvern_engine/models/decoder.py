@@ -79,6 +79,7 @@ class DecoderLM:
     embed_tokens: Embedding | None = None  # of the first stage
     norm: RMSNorm | LayerNorm | None = None  # of the last stage, as is the head
     lm_head: Linear | None = None
+    layers: Sequence[DecoderLayer]
 
     def __init__(
         self,

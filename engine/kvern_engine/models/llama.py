@@ -100,7 +100,7 @@ class LlamaDecoderLayer:
 class LlamaForCausalLM(DecoderLM):
     layer_class = LlamaDecoderLayer
     quantizable = True
-    layers: list[LlamaDecoderLayer]
+    layers: Sequence[LlamaDecoderLayer]
     is_fp8 = False
 
     def forward(
