@@ -44,11 +44,11 @@ def shards(path: str, layout: Layout, device: str = "meta") -> list[CausalLM]:
 def test_the_ranks_hold_every_weight_once(made_path: str, layout: Layout) -> None:
     (whole,) = shards(made_path, Layout())
     models = shards(made_path, layout)
-    for name, (tensor, _) in whole.destinations().items():
+    for name, (tensor, *_) in whole.destinations().items():
         held = np.zeros(tuple(tensor.shape), dtype=np.int64)
         for model in models:
             if name in model.destinations():
-                view, part = model.destinations()[name]
+                view, part, _ = model.destinations()[name]
                 assert tuple(view.shape) == part.part_shape
                 held[part.slices] += 1
         replicas = layout.tensor if "norm" in name else 1
@@ -70,10 +70,10 @@ def test_a_tied_head_lies_on_the_last_stage_too(tiny_path: str) -> None:
 def test_dummy_weights_are_the_same_at_every_layout(made_path: str, layout: Layout) -> None:
     (whole,) = shards(made_path, Layout(), "cpu")
     random_weights(whole, seed=3)
-    expected = {name: tensor.clone() for name, (tensor, _) in whole.destinations().items()}
+    expected = {name: tensor.clone() for name, (tensor, *_) in whole.destinations().items()}
     for model in shards(made_path, layout, "cpu"):
         random_weights(model, seed=3)
-        for name, (tensor, part) in model.destinations().items():
+        for name, (tensor, part, _) in model.destinations().items():
             assert torch.equal(tensor, expected[name][part.slices]), name
 
 
