@@ -145,7 +145,8 @@ class Tokenizer:
         return self._template.check() if self._template else None
 
     def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """The prompt of a conversation; encode it with `add_special_tokens=False`. Raises ChatTemplateError."""
+        """The prompt of a conversation; encode it with `add_special_tokens=False`. `kwargs` as for
+        `ChatTemplate.render`. Raises ChatTemplateError."""
         if self._template is None:
             raise ChatTemplateError("this model has no chat template; pass --chat-template FILE, or use completions")
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)

@@ -40,7 +40,8 @@ class ChatTemplate:
     """A set of named templates; "default" is used unless tools are given and there is a "tool_use".
 
     `variables` are the model's special tokens by name (`bos_token`, ...). The process starts at once; `check` waits
-    until the templates are compiled. One conversation is rendered at a time; threads wait for one another.
+    until the templates are compiled. A process renders one conversation at a time; long ones have a second process, so
+    that short ones need not wait for them.
     """
 
     def __init__(self, sources: dict[str, str], variables: dict[str, str], seconds: float = SECONDS) -> None:
@@ -52,24 +53,21 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat templates have {length:,} characters; at most {_MAX_SOURCE:,} are read")
         self.sources = sources
         self.variables = variables
-        self._known: frozenset[str] | None = None
-        self._lock = threading.Lock()
         self._seconds = seconds
-        self._process: _Process | None = _Process(sources, seconds)
+        self._short, self._long = _Lane(sources, seconds), _Lane(sources, seconds)
+        self._short.start()
 
     def check(self) -> frozenset[str]:
         """Names of the variables that the templates read. Raises ChatTemplateError where one is not valid Jinja."""
-        with self._lock:
-            if self._known is None:
-                assert self._process is not None
-                self._known = self._process.wait_compiled()
-            return self._known
+        return self._short.known()
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, long: bool = False, **kwargs: Any
+    ) -> str:
         """The prompt text of a conversation. Content given as a list of text parts is joined by line breaks.
 
-        `kwargs` are passed to the template (`tools`, `documents`, `enable_thinking`, ...), as JSON values. Raises
-        ChatTemplateError, for a template that takes too long ChatTemplateTimeoutError.
+        `long`: it may take a while. `kwargs` are passed to the template (`tools`, `documents`, `enable_thinking`, ...),
+        as JSON values. Raises ChatTemplateError, for a template that takes too long ChatTemplateTimeoutError.
         """
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self.sources else "default"
         variables: dict[str, Any] = {"tools": None, "documents": None, **self.variables, **kwargs}
@@ -78,29 +76,10 @@ class ChatTemplate:
             request = json.dumps({"name": name, "variables": variables}).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"messages must be values of JSON: {error}") from None
-        self.check()
-        with self._lock:
-            answer = self._ask(request, name)
+        answer = (self._long if long else self._short).ask(request, name)
         if "text" in answer:
             return str(answer["text"])
         raise self._error(answer)
-
-    def _ask(self, request: bytes, name: str) -> dict[str, Any]:
-        if self._process is None:  # it died of the conversation before
-            self._process = _Process(self.sources, self._seconds)
-            self._process.wait_compiled()
-        try:
-            answer = self._process.ask(request)
-        except _GoneError:
-            answer = {"error": "time", "template": name, "line": None}
-        except BaseException:  # interrupted: the answer that still comes would be taken for the next one
-            self._process.stop()
-            self._process = None
-            raise
-        if answer.get("error") in ("time", "memory"):
-            self._process.stop()
-            self._process = None
-        return answer
 
     def _error(self, answer: dict[str, Any]) -> ChatTemplateError:
         where = _where(answer)
@@ -124,6 +103,54 @@ class ChatTemplate:
 def _where(answer: dict[str, Any]) -> str:
     line = answer.get("line")
     return f"template {answer.get('template') or 'default'}" + (f", line {line}" if line is not None else "")
+
+
+class _Lane:
+    """A process that threads share one after the other; a fresh one follows one that a conversation has ended."""
+
+    def __init__(self, sources: dict[str, str], seconds: float) -> None:
+        self._sources, self._seconds = sources, seconds
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._known: frozenset[str] | None = None  # once the process has compiled the templates
+
+    def start(self) -> None:
+        """Starts the process without waiting for it."""
+        self._process = _Process(self._sources, self._seconds)
+
+    def known(self) -> frozenset[str]:
+        """The variables that the templates read. Raises ChatTemplateError where one is not valid Jinja."""
+        with self._lock:
+            return self._wait()
+
+    def _wait(self) -> frozenset[str]:
+        if self._process is None:
+            self.start()
+        assert self._process is not None
+        if self._known is None:
+            self._known = self._process.wait_compiled()
+        return self._known
+
+    def ask(self, request: bytes, name: str) -> dict[str, Any]:
+        """The answer about template `name`."""
+        with self._lock:
+            self._wait()
+            assert self._process is not None
+            try:
+                answer = self._process.ask(request)
+            except _GoneError:
+                answer = {"error": "time", "template": name, "line": None}
+            except BaseException:  # interrupted: the answer that still comes would be taken for the next one
+                self._end()
+                raise
+            if answer.get("error") in ("time", "memory"):
+                self._end()
+            return answer
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+        self._process, self._known = None, None
 
 
 class _GoneError(Exception):

@@ -180,7 +180,7 @@ def test_secrets_and_files_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("KVERN_API_KEYS", "secret")
     template = ChatTemplate({"default": "x"}, {})
     assert template.render(USER) == "x"
-    process = template._process
+    process = template._short._process
     assert process is not None
     environment = Path(f"/proc/{process._popen.pid}/environ").read_bytes()
     assert b"secret" not in environment
@@ -191,7 +191,7 @@ def test_secrets_and_files_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_process_ends_with_its_template() -> None:
     template = ChatTemplate({"default": "x"}, {})
-    process = template._process
+    process = template._short._process
     assert process is not None and template.render(USER) == "x"
     popen = process._popen
     assert popen.poll() is None
@@ -201,7 +201,7 @@ def test_the_process_ends_with_its_template() -> None:
     broken = ChatTemplate({"default": "{{"}, {})
     with pytest.raises(ChatTemplateError):
         broken.check()
-    assert broken._process is not None and broken._process._popen.poll() is not None
+    assert broken._short._process is not None and broken._short._process._popen.poll() is not None
 
 
 def test_threads_share_a_template() -> None:
@@ -210,6 +210,16 @@ def test_threads_share_a_template() -> None:
         texts = [f"{index} é\ud800" * 1000 for index in range(40)]
         found = pool.map(lambda text: template.render([{"role": "user", "content": text}]), texts)
         assert list(found) == texts
+
+
+def test_a_long_conversation_keeps_no_short_one_waiting() -> None:
+    source = "{% for message in messages %}{% for i in range(99999) %}{% endfor %}{{ loop.index }} {% endfor %}"
+    template = ChatTemplate({"default": source}, {})
+    template.check()
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(lambda: template.render(USER * 300, long=True))
+        assert template.render(USER) == "1 " and not long.done()
+        assert long.result().endswith(" 300 ")
 
 
 def test_values_that_are_no_json_are_named() -> None:
