@@ -127,12 +127,14 @@ def main(argv: list[str]) -> int:
         return int(wishes["exit"])
     token = Path(flags["--admin-token-file"]).read_text()
     State.ready_at = time.monotonic() + wishes.get("load", 0)
-    end = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: (setattr(State, "terminating", True), end.set()))
+    # Blocked before there are threads, so that none of theirs can take it: a handler runs in the main thread alone, and
+    # nothing would wake that up.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     serve(int(flags["--port"]))
     serve(int(flags["--admin-port"]), admin=True, token=token)
     print("ENV " + json.dumps({k: v for k, v in os.environ.items() if k.startswith(("KVERN_", "OMP_"))}), flush=True)
-    end.wait()
+    signal.sigwait({signal.SIGTERM})
+    State.terminating = True
     while State.in_flight:
         time.sleep(0.02)
     return 0

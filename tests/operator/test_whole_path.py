@@ -66,7 +66,8 @@ async def kvern_up(tmp_path, monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 async def test_a_question_is_answered(kvern_up, device):
     process = await kvern_up(device, 1, "--ask", "And God said")
-    out, err = (text.decode() for text in await asyncio.wait_for(process.communicate(), 60))
+    async with asyncio.timeout(100):
+        out, err = (text.decode() for text in await process.communicate())
     assert process.returncode == 0, err
     question, answer, *_ = [part for part in out.split("\n\n") if part.strip()]
     assert question.strip() == "> And God said" and answer.strip()
@@ -100,9 +101,10 @@ async def test_a_killed_replica_comes_back_and_no_request_fails_meanwhile(kvern_
     os.kill(victim["pid"], signal.SIGKILL)
     for _ in range(8):
         assert await ask(url, "tiny", "And God said", lambda _: None) > 0
-    await until(lambda: not [pid for pid in family if Path(f"/proc/{pid}").exists()], 10)
+    await until(lambda: not [pid for pid in family if Path(f"/proc/{pid}").exists()])
     await until(lambda: state()["pods"][0]["restarts"] == 1 and state()["service"]["status"]["readyReplicas"] == 2)
     process.send_signal(signal.SIGINT)
-    out, err = await asyncio.wait_for(process.communicate(), 30)
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     assert f"URL:     {url}" in out.decode()

@@ -18,6 +18,8 @@ LARGEST_LOG = 64 << 20  # bytes; beyond it the file starts over and the old one 
 def _die_with(parent: int) -> None:
     """In the child, before exec: SIGTERM when the parent is gone, however it went."""
     if _libc is not None:
+        # Until exec the parent's handlers are here too, and would note the signal for a program that is about to go.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # it went before prctl
             os._exit(1)
