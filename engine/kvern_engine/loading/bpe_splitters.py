@@ -97,7 +97,7 @@ _o200k = Splitter((_cased(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),))
 _deepseek_v3 = Splitter(
     (
         r"\p{N}{1,3}",
-        _characters("4e00-9fa5 3040-309f 30a0-30ff"),
+        f"{_characters('4e00-9fa5 3040-309f 30a0-30ff')}+",
         r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
         rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}",
     )

@@ -12,6 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from kvern_engine.loading.charsmap import CharsMap
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of pieces; GGUF's token types too
 SPACE = "\u2581"  # stands for a space
 _MAX_PIECE = 512  # characters of a piece that is split into pairs
@@ -85,7 +87,7 @@ def build_sentencepiece(pieces: Pieces, place: str) -> Tokenizer:
     tokenizer.decoder = _decoder(pieces, byte_fallback)
     controls = [text for text in pieces.of_kind(CONTROL) if text]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in controls])
-    if not _isolates(pieces):
+    if pieces.user_defined_in_text or not (pieces.unigram or _isolates(pieces)):
         in_normalized = not pieces.user_defined_in_text
         defined = [text for text in pieces.of_kind(USER_DEFINED) if text]
         tokenizer.add_tokens([AddedToken(text, special=False, normalized=in_normalized) for text in defined])
@@ -95,7 +97,8 @@ def build_sentencepiece(pieces: Pieces, place: str) -> Tokenizer:
 def _isolates(pieces: Pieces) -> bool:
     """Pieces that the user defined are found by a pre-tokenizer: as added tokens, which are normalized too, they would
     get a dummy prefix of their own."""
-    return not pieces.user_defined_in_text and pieces.dummy_prefix and USER_DEFINED in pieces.kinds
+    in_text = pieces.user_defined_in_text
+    return not in_text and not pieces.unigram and pieces.dummy_prefix and USER_DEFINED in pieces.kinds
 
 
 def _bpe_model(pieces: Pieces, byte_fallback: bool) -> Any:
@@ -124,8 +127,15 @@ def _merges(pieces: Pieces) -> list[tuple[str, str]]:
 
 
 def _unigram_model(pieces: Pieces, byte_fallback: bool) -> Any:
+    scores = list(pieces.scores)
+    if not pieces.user_defined_in_text:
+        # SentencePiece's own bonus for pieces that the user defined: by their bytes, of the best score there is.
+        best = max((score for index, score in enumerate(scores) if pieces.kind(index) == NORMAL), default=0.0)
+        for index, text in enumerate(pieces.texts):
+            if pieces.kind(index) == USER_DEFINED:
+                scores[index] = len(text.encode("utf-8", "replace")) * best - 0.1
     return models.Unigram(
-        list(zip(pieces.texts, pieces.scores, strict=True)), unk_id=pieces.unknown, byte_fallback=byte_fallback
+        list(zip(pieces.texts, scores, strict=True)), unk_id=pieces.unknown, byte_fallback=byte_fallback
     )
 
 
@@ -133,13 +143,15 @@ def _normalizer(pieces: Pieces) -> Any:
     """In SentencePiece's order: characters, spaces too many, the dummy prefix, the mark for spaces."""
     steps: list[Any] = []
     if pieces.charsmap:
-        steps.append(normalizers.Precompiled(pieces.charsmap))
+        steps.append(normalizers.Normalizer.custom(CharsMap(pieces.charsmap)))
     if pieces.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if pieces.dummy_prefix and pieces.every_segment:
         steps.append(normalizers.Prepend(SPACE))
     if pieces.escape_whitespaces:
         steps.append(normalizers.Replace(" ", SPACE))
+        if pieces.remove_extra_whitespaces:  # at the end marks that stood in the text count as spaces
+            steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
     return normalizers.Sequence(steps)
 
 
