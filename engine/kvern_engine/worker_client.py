@@ -306,6 +306,8 @@ class GroupWorkerClient:
                     raise ValueError(error.reason) from None  # for the user, who has to change something
                 raise
             self._check_joined(time.monotonic() - begin)
+        for link in self._links:
+            link.ready = None  # a Reset is answered anew
         return merge_ready(ready)
 
     def _check_joined(self, waited: float) -> None:

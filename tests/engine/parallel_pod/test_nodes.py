@@ -73,7 +73,7 @@ class Follower:
 
     def hear(self, leader: Leader) -> list[object]:
         heard: list[object] = []
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 30
         while not heard and time.monotonic() < deadline:
             leader.read()
             while self.socket.poll(20):
@@ -109,8 +109,12 @@ def test_pods_meet_and_part(context: zmq.Context) -> None:
     assert leader.endpoints() is None
     follower.say(Endpoints(1, {"worker-2.in": "tcp://127.0.0.3:5"}))
     follower.say(RankDied(1, 2, "exited with status 1"))
-    time.sleep(0.1)
-    assert leader.read().died == [(2, "worker 2 on node 1 (127.0.0.3) exited with status 1")]
+    died: list[tuple[int, str]] = []
+    deadline = time.monotonic() + 30
+    while not died and time.monotonic() < deadline:
+        died = leader.read().died
+        time.sleep(0.01)
+    assert died == [(2, "worker 2 on node 1 (127.0.0.3) exited with status 1")]
     assert leader.endpoints() == {"worker-2.in": "tcp://127.0.0.3:5"}
     leader.close()
     assert Stop() in [decode_to_follower(follower.socket.recv()) for _ in range(9) if follower.socket.poll(300)]
@@ -163,14 +167,14 @@ def test_the_second_pod_of_one_rank_is_refused_and_the_first_goes_on(context: zm
 
 
 def test_a_silent_pod_is_lost_once(context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(nodes, "SILENT_SECONDS", 1.5)
     of = config()
     leader, follower = Leader(context, of), Follower(context, of)
     follower.say(join(of))
     assert follower.hear(leader)
-    time.sleep(0.3)
+    time.sleep(1.6)
     ((node, why),) = leader.read().lost
-    assert node == 1 and why.startswith("node 1 (127.0.0.3), with rank 1, was not heard of for 0.")
+    assert node == 1 and why.startswith("node 1 (127.0.0.3), with rank 1, was not heard of for ")
     assert leader.read().lost == []
     leader.close()
 
@@ -268,5 +272,5 @@ def test_a_follower_without_a_leader_says_so() -> None:
     port = str(free_port(ADDRESS))
     flags = ["-tp", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr", ADDRESS, "--master-port", port]
     pod = Pod(*flags, "--distributed-timeout-seconds", "2")
-    assert pod.wait(30) == 1
+    assert pod.wait(60) == 1
     assert f"node 0 at {ADDRESS} ({ADDRESS}) port {port} did not answer within 2 s" in pod.lines[-1]

@@ -38,7 +38,7 @@ class Child:
         self.context.term()
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 @pytest.fixture
@@ -78,25 +78,25 @@ def test_real_model(start, tiny_path: str) -> None:  # type: ignore[no-untyped-d
 def test_the_next_plan_is_taken_while_one_runs(start) -> None:  # type: ignore[no-untyped-def]
     """On a device that computes beside its process, two steps submitted together take the time of two, not more, and
     the first result is there after the time of one."""
-    child = start(sim_speed=0.02)  # a decode step takes about 0.24 s
+    child = start(sim_speed=0.005)  # a decode step takes about a second
     child.client.wait_ready()
     child.client.submit(plan(0, [(0, 0, 3, True)], added=[first()]))
     begin = time.monotonic()
     child.client.submit(plan(1, [(0, 3, 1, True)]))
-    one = child.client.collect(10.0)
+    one = child.client.collect(60.0)
     between = time.monotonic() - begin
-    two = child.client.collect(10.0)
+    two = child.client.collect(60.0)
     both = time.monotonic() - begin
     assert one is not None and two is not None and (one.step, two.step) == (0, 1)
-    assert between < one.seconds + 0.1
-    assert both == pytest.approx(one.seconds + two.seconds, abs=0.15)
+    assert between < one.seconds + two.seconds / 2
+    assert both == pytest.approx(one.seconds + two.seconds, abs=one.seconds / 2)
 
 
 def test_a_refusal_reaches_the_core(start, tiny_path: str) -> None:  # type: ignore[no-untyped-def]
     child = start(model=tiny_path, device="cpu", max_model_len=4000)
     with pytest.raises(ValueError, match="max_model_len must be at most 512"):
         child.client.wait_ready()
-    assert child.process.wait(10) == 1
+    assert child.process.wait(60) == 1
 
 
 def test_a_failing_step_is_told(start) -> None:  # type: ignore[no-untyped-def]
@@ -104,8 +104,8 @@ def test_a_failing_step_is_told(start) -> None:  # type: ignore[no-untyped-def]
     child.client.wait_ready()
     child.client.submit(plan(0, [(5000, 0, 3, True)]))
     with pytest.raises(WorkerDiedError, match="IndexError"):
-        child.client.collect(10.0)
-    assert child.process.wait(10) == 1
+        child.client.collect(60.0)
+    assert child.process.wait(60) == 1
 
 
 def test_signals(start) -> None:  # type: ignore[no-untyped-def]
@@ -113,9 +113,9 @@ def test_signals(start) -> None:  # type: ignore[no-untyped-def]
     child.client.wait_ready()
     child.process.send_signal(signal.SIGINT)
     child.client.submit(plan(0, [(0, 0, 3, True)], added=[first()]))
-    assert child.client.collect(10.0) is not None
+    assert child.client.collect(60.0) is not None
     child.process.send_signal(signal.SIGTERM)
-    assert child.process.wait(10) == 0
+    assert child.process.wait(60) == 0
 
 
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     try:
         client.wait_ready()
         parent.kill()
-        parent.wait(10)
+        parent.wait(60)
         parent.stdout.close()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while client.alive and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not client.alive
