@@ -34,7 +34,8 @@ class TokenizerFolder:
     `special_tokens` maps names like "bos_token" to their text. Nothing large is read before `build`."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._file = (path, None) if path.is_dir() else (path.parent, path)
+        self._file: Path | None = None if path.is_dir() else path
+        self.path = path if path.is_dir() else path.parent
         self.config = self._json("tokenizer_config.json")
         self.special_tokens = self._special_tokens()
 

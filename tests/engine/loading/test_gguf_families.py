@@ -19,6 +19,8 @@ from kvern_engine.loading.gguf_config import gguf_eos
 from kvern_engine.loading.parts import WeightPart
 from kvern_engine.loading.resolve import ModelFiles, resolve_model
 from kvern_engine.loading.weights import iter_weights, weight_shapes
+from kvern_engine.models.registry import model_class
+from kvern_engine.worker.load import check_checkpoint, load_weights
 
 LAYERS = 3
 SHAPE: dict[str, Any] = {
@@ -30,6 +32,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0 + 0.1 * i for i in range(6)],
@@ -59,10 +62,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32, "num_hidden_layers": 7},
     ),
-    "phi3": ("Phi3", {"sliding_window": 31, "pad_token_id": 0}),
+    "phi3": ("Phi3", {"sliding_window": 31, **IDS}),
     "phi3:longrope": (
         "Phi3",
-        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128, "pad_token_id": 0},
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128, **IDS},
     ),
     "gpt2": ("GPT2", {}),
 }
@@ -71,7 +74,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def save(variant: str, folder: Path) -> ModelFiles:
     kind, changes = MODELS[variant]
     if kind == "GPT2":
-        config = transformers.GPT2Config(vocab_size=96, n_positions=128, n_embd=64, n_layer=LAYERS, n_head=4)
+        config = transformers.GPT2Config(vocab_size=96, n_positions=128, n_embd=64, n_layer=LAYERS, n_head=4, **IDS)
         model: Any = transformers.GPT2LMHeadModel
     else:
         name = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config"
@@ -221,6 +224,23 @@ def test_tensors_and_configuration_come_back(models: Any, variant: str, tmp_path
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-7)
         else:
             assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("variant", MODELS)
+def test_models_are_filled_as_from_the_folder(models: Any, variant: str, tmp_path: Path) -> None:
+    folder = models(variant)
+    filled = []
+    for files in (folder, ModelFiles("m", "gguf", convert(folder, variant, tmp_path / "m.gguf"))):
+        config = read_model_config(files)
+        model = model_class(config.architecture)(
+            config, max_positions=64, dtype=torch.float32, device=torch.device("cpu")
+        )
+        check_checkpoint(model_class(config.architecture), config, torch.float32, files)
+        assert load_weights(model, files, lambda share: None) > 0
+        filled.append({name: destination.tensor for name, destination in model.destinations().items()})
+    assert filled[0].keys() == filled[1].keys() and len(filled[0]) > 20
+    for name, tensor in filled[0].items():
+        torch.testing.assert_close(filled[1][name], tensor, rtol=0, atol=1e-6 if "norm" in name else 0)
 
 
 @pytest.mark.parametrize("variant", ["qwen3moe", "gpt2"])
