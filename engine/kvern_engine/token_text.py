@@ -33,7 +33,7 @@ MakeStream = Callable[[frozenset[int]], TextStream]  # of the ids to leave out
 
 def stream_maker(decoder: Any, text_of: TextOf, decode: DecodeAll) -> MakeStream:
     """What makes streams for a decoder of the `tokenizers` library; `decode` is for those whose parts are not known."""
-    steps = _steps(decoder)
+    steps = decoder_steps(decoder)
     kinds = [step.get("type") for step in steps]
     if not steps:
         return lambda skip: _WordStream(text_of, skip, "", cleanup=False)
@@ -48,7 +48,7 @@ def stream_maker(decoder: Any, text_of: TextOf, decode: DecodeAll) -> MakeStream
     return lambda skip: _WindowStream(decode, skip)
 
 
-def _steps(decoder: Any) -> list[dict[str, Any]]:
+def decoder_steps(decoder: Any) -> list[dict[str, Any]]:
     """The library's own description of a decoder, one entry a step; none where there is no decoder."""
     if decoder is None:
         return []

@@ -18,7 +18,7 @@ from kvern_engine.loading.gguf import GGUFFile
 from kvern_engine.loading.gguf_config import gguf_eos
 from kvern_engine.loading.gguf_tokenizer import TokenizerError, build_tokenizer
 from kvern_engine.loading.resolve import ModelFiles
-from kvern_engine.token_text import MakeStream, TextStream, byte_of, stream_maker
+from kvern_engine.token_text import MakeStream, TextStream, byte_of, decoder_steps, stream_maker
 
 __all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError", "load_tokenizer"]
 
@@ -72,7 +72,7 @@ class Tokenizer:
     @cached_property
     def is_byte_level(self) -> bool:
         """True where each token stands for fixed bytes, so that a text is the bytes of its tokens in a row."""
-        return isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel)
+        return [step.get("type") for step in decoder_steps(self.backend.decoder)] == ["ByteLevel"]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written in the text become their ids, as with transformers and vLLM,

@@ -33,6 +33,7 @@ DECODERS = {
     "wordpiece": decoders.WordPiece(cleanup=True),
     "wordpiece plain": decoders.WordPiece(prefix="##", cleanup=False),
     "byte level": decoders.ByteLevel(),
+    "byte level alone": decoders.Sequence([decoders.ByteLevel()]),
 }
 
 
