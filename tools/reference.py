@@ -209,7 +209,8 @@ def commands_page() -> str:
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     out = [
         "# Command line",
-        "`pip install kvern` brings these; `serve`, `generate`, `inspect`, `bench` and `fetch` come with `kvern[engine]`.",
+        "`pip install kvern` brings these; `serve`, `generate`, `inspect`, `bench` and `fetch` come with "
+        "`kvern[engine]`.",
         "`status`, `explain` and `logs` look at one of two places and say on standard error which: what `kvern up` "
         "runs on this machine, where it runs what is asked for; else the cluster that kubectl would talk to. "
         "kubectl's own flags (`--context`, `--kubeconfig`, `-A`), or `--cluster`, ask for the cluster, `--local` for "

@@ -35,15 +35,13 @@ _SERVER_FLAGS = [f.field for f in FLAGS.values() if f.group in ("Server", "Limit
 ]
 
 # What decides how much room a model takes.
-_INSPECTED = ("model", "revision", "dtype", "max_model_len", "trust_remote_code", "quantization", "kv_cache_dtype")
-_INSPECTED += (
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "block_size",
-    "max_num_seqs",
-    "max_num_batched_tokens",
+_INSPECTED = frozenset(
+    (
+        *("model", "revision", "dtype", "max_model_len", "trust_remote_code", "quantization", "kv_cache_dtype"),
+        *("gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "max_num_seqs", "max_num_batched_tokens"),
+        *("enable_chunked_prefill", "tensor_parallel_size", "pipeline_parallel_size"),
+    )
 )
-_INSPECTED += ("tensor_parallel_size", "pipeline_parallel_size", "enable_chunked_prefill")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -65,8 +65,8 @@ def architecture_of(config: dict[str, Any], path: Path) -> str:
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelConfigError(f"{path}: architectures must be a list of names, got {shown(names)}")
-    wanted = names[0] if names else config.get("model_type")
-    name = TEXT_PARTS.get(wanted, wanted) if names else MODEL_TYPES.get(str(wanted))
+    wanted = str(names[0]) if names else config.get("model_type")
+    name = TEXT_PARTS.get(str(wanted), str(wanted)) if names else MODEL_TYPES.get(str(wanted))
     plugins = plugin_architectures()
     if name in READERS or name in plugins:
         return str(name)

@@ -103,7 +103,7 @@ class CudaCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copied = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._copied = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
 
     def start(self, slot: int, into: Tensor, source: Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(into.device))
@@ -227,7 +227,8 @@ def _attributes(value: Any) -> list[Any]:
 def pin_for_cuda(piece: Tensor) -> None:
     """Locks the memory of `piece`. Not torch's pinned allocator, which rounds sizes up to powers of two. Raises
     MemoryError where the system refuses."""
-    result = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    result = runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
     if int(result) != 0:
         raise MemoryError(
             f"the system would not lock {piece.numel():,} bytes of host memory for cpu_offload_gb (CUDA error "
