@@ -48,9 +48,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 def test_architectures() -> None:
     for name, found in MODELS.items():
         assert model_class(name) is found and found.__name__ == name
-    with pytest.raises(
-        ValueError, match=r"architecture 'Gpt9' is not supported; supported: GPT2LMHeadModel, Gemma"
-    ):
+    with pytest.raises(ValueError, match=r"architecture 'Gpt9' is not supported; supported: GPT2LMHeadModel, Gemma"):
         model_class("Gpt9")
 
 
