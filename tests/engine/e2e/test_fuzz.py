@@ -36,7 +36,7 @@ def test_what_the_page_offers(tiny: Serve, mode: GenerationMode) -> None:
         @settings(QUICK, max_examples=7)
         def send(case: Any) -> None:
             tried[operation.label] += 1
-            case.call_and_validate(excluded_checks=[positive_data_acceptance])
+            case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=120)
 
         send()
 

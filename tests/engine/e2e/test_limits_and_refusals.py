@@ -125,7 +125,7 @@ def test_request_ids(tiny: Serve) -> None:
 
 def test_a_full_server_refuses_and_sigterm_drains_it(serve: Any) -> None:
     """Nine requests are all that it takes; of these, what ends in time gets its answer, the rest an error."""
-    flags = ("--sim-speed", "0.5", "--drain-timeout-seconds", "4", "--max-waiting-requests", "9")
+    flags = ("--sim-speed", "0.5", "--drain-timeout-seconds", "10", "--max-waiting-requests", "9")
     server: Serve = serve(*flags, "--api-server-count", "2")
     short = {**LONG, "max_tokens": 120, "stream_options": {"include_usage": True}}
     streams = [Connection(server, "/v1/completions", short) for _ in range(6)]
@@ -181,7 +181,7 @@ def _answers(server: Serve) -> bool:
         (["--quantization", "awq"], "awq is not offered yet"),
         (["--admin-port", "0"], "--admin-port needs --admin-token-file"),
         (["--chat-template", "/no/such.jinja"], "--chat-template /no/such.jinja: there is no such file"),
-        (["--batch-invariant"], "batch_invariant=True is not supported yet; leave it at False"),
+        (["--batch-invariant", "--tensor-parallel-size", "4"], "cannot hold: the parts of more than two ranks"),
     ],
 )
 def test_flags_that_cannot_be(flags: list[str], words: str) -> None:

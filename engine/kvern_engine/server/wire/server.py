@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from typing import Any
 from kvern_engine.server.wire.connection import Connection
 from kvern_engine.server.wire.exchange import Exchange
 from kvern_engine.server.wire.head import WireLimits
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 4096
 SWEEP_SECONDS = 1.0
@@ -92,4 +95,8 @@ class HttpServer:
                 await asyncio.sleep(SWEEP_SECONDS)
                 now = loop.time()
                 for connection in list(self.connections):
-                    connection.check(now)
+                    try:
+                        connection.check(now)
+                    except Exception:  # one odd connection must not keep the others from their limits
+                        log.exception("a connection could not be looked at: it is cut")
+                        connection.abort()
