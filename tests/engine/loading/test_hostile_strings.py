@@ -239,7 +239,9 @@ def test_bert_in_gguf(tmp_path: Path) -> None:
     writer.close()
     backend = build_tokenizer(GGUFFile(tmp_path / "m.gguf"))
     for hostile in hostile_strings():
-        text = assigned(hostile)
+        # The library's table of punctuation is of an old Unicode: what has been the same all along.
+        old = unicodedata.ucd_3_2_0.category
+        text = "".join(c for c in hostile if old(c) == unicodedata.category(c) and old(c) not in ("Cn", "Co"))
         expected = reference.convert_tokens_to_ids(reference.tokenize(text))
         assert backend.encode(text, add_special_tokens=False).ids == expected, text
     assert backend.encode("the user").ids == [2, words.index("the"), words.index("user"), 3]
