@@ -61,13 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(name: str, command: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a command and turn what it raises for the user into lines and an exit status."""
-    from kvern_engine.supervisor import StartError
-
     try:
         return command(argv)
     except FlagError as error:
         return _complain(name, error.problems, 2)
-    except (StartError, ValueError, MemoryError) as error:
+    except (ValueError, MemoryError) as error:
         return _complain(name, str(error).splitlines() or [type(error).__name__], 1)
     except KeyboardInterrupt:
         return 130
@@ -86,7 +84,7 @@ def _complain(name: str, problems: Iterable[str], status: int) -> int:
 
 def _serve(argv: list[str]) -> int:
     from kvern_engine import logs
-    from kvern_engine.supervisor import serve
+    from kvern_engine.supervisor import StartError, serve
 
     if argv == ["--dump-flags-json"]:
         print(flags_json(), end="")
@@ -99,7 +97,10 @@ def _serve(argv: list[str]) -> int:
     level = "warning" if human and config.log_level == "info" else config.log_level
     logs.setup(level, "supervisor", human, config.log_format)
     _warn_of_environment(os.environ)
-    return serve(config)
+    try:
+        return serve(config)
+    except StartError as error:
+        return _complain("kvern serve", str(error).splitlines() or [type(error).__name__], 1)
 
 
 def _warn_of_environment(environ: Mapping[str, str]) -> None:

@@ -77,7 +77,7 @@ def test_weights_that_do_not_fit_are_named(tiny_path: str, tmp_path: Path) -> No
     text = str(caught.value)
     assert "1 missing: model.layers.2.mlp.up_proj.weight" in text
     assert "1 unexpected: model.extra.weight" in text
-    assert "model.layers.0.self_attn.k_proj.weight is [8, 128], must be [64, 128]" in text
+    assert "model.layers.0.self_attn.k_proj.weight in model.safetensors is [8, 128], must be [64, 128]" in text
 
 
 def test_dummy_weights_need_only_a_config(tiny_path: str, tmp_path: Path) -> None:
