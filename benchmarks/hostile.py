@@ -330,7 +330,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server = Server(folder, a.router)
         ours, theirs = multiprocessing.Pipe()
-        attackers = multiprocessing.Process(target=hostile_process, args=(server.address, a.clients, a.only, theirs))
+        attackers = multiprocessing.Process(
+            target=hostile_process, args=(server.address, a.clients, a.only, theirs), daemon=True
+        )
         attackers.start()
         try:
             asyncio.run(healthy(server.address, 3, a.rate, 0))  # warm

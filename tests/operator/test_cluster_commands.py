@@ -152,6 +152,7 @@ def test_watching_on_a_terminal_changes_the_table_in_place(cluster):
         stdout=theirs,
         stderr=theirs,
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "160", "LINES": "50"},
+        preexec_fn=take_interrupts,
     )
     os.close(theirs)
     shown = ""
@@ -170,10 +171,15 @@ def test_watching_on_a_terminal_changes_the_table_in_place(cluster):
     assert "Traceback" not in shown
 
 
+def take_interrupts() -> None:
+    """Tests that run in the background of a script inherit that Ctrl-C is ignored, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def watching(*argv: str, code: str) -> subprocess.Popen:
     command = f"import sys\n{code}\nsys.exit(main(sys.argv[1:]))"
     argv = [sys.executable, "-c", command, "status", *argv, "-w"]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts)
 
 
 def test_one_ctrl_c_ends_it_though_the_cluster_does_not_answer(cluster):
