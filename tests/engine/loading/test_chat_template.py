@@ -166,10 +166,9 @@ def test_a_call_that_never_comes_back_ends_with_its_process() -> None:
 
 def test_a_template_cannot_hold_up_its_compilation() -> None:
     """Constants are folded while a template is compiled: that has limits too."""
-    for source in ("{{ 'x' * 10**10 }}", "{{ [[1] * 10**6] * 10**6 }}"):
-        template = ChatTemplate({"default": source}, {}, seconds=0.5)
-        with pytest.raises(ChatTemplateError, match=r"memory|seconds"):
-            template.render(USER)
+    template = ChatTemplate({"default": "{{ 'x' * 10**10 }}"}, {}, seconds=0.5)
+    with pytest.raises(ChatTemplateError, match=r"memory|seconds"):
+        template.render(USER)
     deep = "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"
     with pytest.raises(ChatTemplateError, match=r"not valid Jinja \(template default\): it is nested too deeply"):
         ChatTemplate({"default": deep}, {}).check()

@@ -1,6 +1,7 @@
 """Incremental text: what decoding at once gives, for any text and any cut; no half character, no leaked stop string."""
 
 import codecs
+import os
 
 import pytest
 import tokenizers
@@ -12,6 +13,7 @@ from kvern_engine.detokenizer import IncrementalDetokenizer
 from kvern_engine.loading.resolve import ModelFiles
 from kvern_engine.tokenizer import Tokenizer, load_tokenizer
 
+LESS = 1 if os.environ.get("KVERN_TEST_FULL") == "1" else 3  # an ordinary run tries a third of the examples
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 TEXTS = st.lists(
     st.one_of(
@@ -72,7 +74,7 @@ def smollm2_tokenizer(smollm2: ModelFiles) -> Tokenizer:
 SIZES = st.lists(st.integers(0, 5), max_size=20)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 // LESS, deadline=None)
 @given(text=TEXTS, sizes=SIZES, skip=st.booleans())
 def test_real_tokens_in_any_chunks(smollm2_tokenizer: Tokenizer, text: str, sizes: list[int], skip: bool) -> None:
     ids = smollm2_tokenizer.encode(text)
@@ -81,14 +83,14 @@ def test_real_tokens_in_any_chunks(smollm2_tokenizer: Tokenizer, text: str, size
     assert detokenizer.stopped is None and detokenizer.tokens_used == len(ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 // LESS, deadline=None)
 @given(ids=st.lists(st.integers(0, 49200), max_size=40), sizes=SIZES, skip=st.booleans())
 def test_any_ids_in_any_chunks(smollm2_tokenizer: Tokenizer, ids: list[int], sizes: list[int], skip: bool) -> None:
     detokenizer = IncrementalDetokenizer(smollm2_tokenizer, skip_special_tokens=skip)
     assert "".join(run(detokenizer, chunks(ids, sizes))) == smollm2_tokenizer.decode(ids, skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 // LESS, deadline=None)
 @given(tokenizer=cut_texts(st.one_of(TEXTS.map(str.encode), st.binary(max_size=20))), sizes=SIZES)
 def test_any_cut_of_any_bytes(tokenizer: Bytes, sizes: list[int]) -> None:
     ids = list(range(len(tokenizer.tokens)))
@@ -96,7 +98,7 @@ def test_any_cut_of_any_bytes(tokenizer: Bytes, sizes: list[int]) -> None:
     assert "".join(pieces) == tokenizer.decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 // LESS, deadline=None)
 @given(tokenizer=cut_texts(TEXTS.filter(lambda text: "\ufffd" not in text).map(str.encode)))
 def test_valid_text_never_shows_half_a_character(tokenizer: Bytes) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -138,7 +140,7 @@ def expected(
     return text, None, len(tokenizer.tokens), sendable
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600 // LESS, deadline=None)
 @given(
     tokenizer=cut_texts(st.one_of(st.text("ab<|é", max_size=40), TEXTS).map(str.encode)),
     stops=STOPS,
@@ -256,7 +258,7 @@ def sentencepiece() -> Tokenizer:
     return Tokenizer(backend, special_tokens={"eos_token": "</s>"}, eos_token_ids=())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 // LESS, deadline=None)
 @given(
     text=st.one_of(st.text("ab é日本😀"), st.text()).filter(lambda t: "▁" not in t and "\ufffd" not in t), sizes=SIZES
 )
