@@ -248,6 +248,12 @@ class EngineConfig(BaseModel):
                 "distributed_executor_backend=uni runs the worker in the core's process, which is for engines of one "
                 "device; leave it at auto with tensor_parallel_size or pipeline_parallel_size above 1"
             )
+        if self.batch_invariant and self.tensor_parallel_size > 2:
+            raise ValueError(
+                f"batch_invariant with tensor_parallel_size={self.tensor_parallel_size} cannot hold: the parts of more "
+                "than two ranks are added up in an order that depends on where a token is in a step; use at most 2, or "
+                "pipeline_parallel_size"
+            )
         self._check_nodes(world)
         return self
 

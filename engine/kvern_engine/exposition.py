@@ -2,6 +2,7 @@
 text format, its negotiation and the filter by name to prometheus_client.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -159,3 +160,15 @@ def _pod_families(view: PodView, model: str, in_flight: int) -> Iterator[Metric]
     flight = GaugeMetricFamily("kvern:requests_in_flight", "Requests at all API servers.", labels=("model_name",))
     flight.add_metric((model,), in_flight)
     yield flight
+    tasks = GaugeMetricFamily(
+        "kvern:asyncio_tasks", "Tasks in the event loop of the API server that answers.", labels=("model_name",)
+    )
+    tasks.add_metric((model,), _tasks())
+    yield tasks
+
+
+def _tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # read outside of a loop
+        return 0

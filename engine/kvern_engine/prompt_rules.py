@@ -7,6 +7,8 @@ token is, where the tokens before it are the others: a text that another divisio
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvern_engine.request import MAX_BAD_WORD
+
 
 class Encoder(Protocol):
     """What is needed of `tokenizer.Tokenizer`."""
@@ -22,6 +24,8 @@ def bad_word_ids(tokenizer: Encoder, words: Sequence[str]) -> tuple[tuple[int, .
         spellings = [tuple(tokenizer.encode(before + bare, add_special_tokens=False)) for before in ("", " ")]
         if not any(spellings):
             raise ValueError(f"bad_words must be texts of at least one token, got {word!r}")
+        if (longest := max(map(len, spellings))) > MAX_BAD_WORD:
+            raise ValueError(f"bad_words must be at most {MAX_BAD_WORD} tokens each, got {longest} in {word[:40]!r}")
         found |= dict.fromkeys(tokens for tokens in spellings if tokens)
     return tuple(found)
 

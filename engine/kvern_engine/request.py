@@ -16,7 +16,8 @@ MAX_STOP = 16
 MAX_LOGPROBS = 20
 MAX_CHOICES = 4096  # in one HTTP request: prompts times n
 MAX_BAD_WORDS = 256
-MAX_ALLOWED = 1 << 18  # as many as the largest vocabularies have
+MAX_BAD_WORD = 64  # tokens
+MAX_ALLOWED = 1 << 14
 # Prompt tokens times reported alternatives of one request: each costs some sixty bytes of JSON, and more on the way.
 MAX_PROMPT_LOGPROBS = 1 << 20
 # Below this a temperature only overflows the logits: greedy is what it asks for (vLLM does the same).
@@ -210,9 +211,8 @@ class SamplingParams(msgspec.Struct, metaclass=_CheckedNames, kw_only=True, froz
         most = 2 * MAX_BAD_WORDS
         _check(len(words) <= most, "bad_words_token_ids", len(words), f"at most {most} lists of token ids")
         for word in words:
-            _check(
-                bool(word) and all(map(_is_token, word)), "bad_words_token_ids", word, "non-empty lists of token ids"
-            )
+            _check(bool(word) and all(map(_is_token, word)), "bad_words_token_ids", word, "non-empty lists of tokens")
+            _check(len(word) <= MAX_BAD_WORD, "bad_words_token_ids", word[:4], f"at most {MAX_BAD_WORD} tokens each")
 
 
 def _is_token(value: Any) -> bool:

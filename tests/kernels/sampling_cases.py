@@ -152,11 +152,15 @@ def kept_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return torch.zeros_like(probs).scatter_(0, order, falling / falling.sum())
 
 
-@pytest.mark.parametrize("setting", COMBINED, ids=lambda setting: ",".join(setting))
+# Interpreted, a row takes half a second.
+FEW = COMBINED if DEVICE == "cuda" or os.environ.get("KVERN_TEST_FULL") == "1" else COMBINED[-1:]
+
+
+@pytest.mark.parametrize("setting", FEW, ids=lambda setting: ",".join(setting))
 def test_every_token_has_its_share_of_the_random_numbers(setting):
     """Numbers spread evenly over [0, 1) meet each token as often as its probability says, give or take one."""
-    count, vocab = (4000 if DEVICE == "cuda" else 40), 50
-    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(2)).to(DEVICE) * 2
+    count, vocab = (4000 if DEVICE == "cuda" else 16), 50
+    logits = (torch.randn(vocab, generator=torch.Generator().manual_seed(2)) * 2).bfloat16().to(DEVICE)
     uniform = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).to(DEVICE)
     rows = torch.zeros(count, dtype=torch.int32, device=DEVICE)
     probs = kept_distribution(logits.cpu(), **{name: value[0] for name, value in setting.items()})
@@ -169,7 +173,7 @@ def test_every_token_has_its_share_of_the_random_numbers(setting):
 def test_a_row_is_drawn_alike_in_any_batch():
     """To the last bit of its decision: alone, among others, and at another place."""
     vocab = 9001
-    logits = torch.randn(7, vocab, device=DEVICE) * 2
+    logits = (torch.randn(7, vocab, device=DEVICE) * 2).bfloat16()
     uniform = torch.rand(7, dtype=torch.float64, device=DEVICE)
     setting = {
         "temperature": [0.5, 0.0, 1.0, 1.5, 0.8, 1.0, 2.0],
@@ -179,7 +183,7 @@ def test_a_row_is_drawn_alike_in_any_batch():
     }
     state = state_of(7, vocab, **setting)
     together, _ = run_both(logits, state, uniform)
-    for picked in ([3], [6, 0], [2, 5, 4, 1]):
+    for picked in ([3], [6, 0, 2]):
         rows = torch.tensor(picked, dtype=torch.int32, device=DEVICE)
         alone, _ = run_both(logits[picked], state, uniform[picked], rows)
         assert alone.tolist() == together[picked].tolist()

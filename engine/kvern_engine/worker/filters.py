@@ -17,9 +17,13 @@ def keep_allowed(scores: Tensor, allowed: Tensor) -> None:
 
 
 def ban_words(scores: Tensor, latest: Tensor, before: Tensor, last: Tensor) -> None:
-    """Bans the token `last` [n] int64 of those of n words whose other tokens, `before` [n, L] int32, are the `latest`
-    [L] int32 of the row. `scores` [V] float32, changed in place; nothing is read back."""
-    completes = (before == latest).all(dim=1)
+    """Bans the token `last` [n] int64 of those of n words whose other tokens, the columns of `before` [n, L] int32 that
+    are not negative (on the right), are the `latest` [l] int32 of the row, l at most L. `scores` [V] float32, changed
+    in place; nothing is read back."""
+    missing = before.shape[1] - latest.shape[0]
+    completes = ((before[:, missing:] == latest) | (before[:, missing:] < 0)).all(dim=1)
+    if missing:
+        completes &= (before[:, :missing] < 0).all(dim=1)
     scores.index_add_(0, last, torch.where(completes, float("-inf"), 0.0))
 
 

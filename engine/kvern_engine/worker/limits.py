@@ -194,12 +194,6 @@ def check_offload(gib: float, device: str, quantization: str | None) -> None:
 
 def check_supported(config: EngineConfig) -> None:
     """Raises ValueError for what a worker cannot do yet, rather than ignoring it."""
-    if config.batch_invariant and config.tensor_parallel_size > 2:
-        raise ValueError(
-            f"batch_invariant with tensor_parallel_size={config.tensor_parallel_size} cannot hold: the parts of more "
-            "than two ranks are added up in an order that depends on where a token is in a step; use at most 2, or "
-            "pipeline_parallel_size"
-        )
     if config.quantization is not None and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         raise ValueError(
             f"quantization={config.quantization} with several ranks an engine is not supported yet; use "

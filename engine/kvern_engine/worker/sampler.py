@@ -109,13 +109,14 @@ class Sampler:
         if extras.allowed_ids is not None:
             keep_allowed(scores, extras.allowed_ids)
         scores.index_add_(0, extras.bias_ids, extras.bias_values)
-        words = [word for word in extras.bad_words if word.before.shape[1] <= generated]
+        words = extras.bad_words
         too_soon = generated < host.min_tokens[row] and extras.suppress_ids.shape[0] > 0
-        if not (words or too_soon):
+        if not (words is not None or too_soon):
             return
         banned = scores.clone()
-        for word in words:
-            ban_words(banned, tables.tokens[row, position - word.before.shape[1] : position], word.before, word.last)
+        if words is not None:
+            known = min(generated, words.before.shape[1])
+            ban_words(banned, tables.tokens[row, position - known : position], words.before, words.last)
         if too_soon:
             banned.index_fill_(0, extras.suppress_ids, float("-inf"))
         scores.copy_(unless_empty(banned, scores))

@@ -34,6 +34,7 @@ class Feature(IntFlag):
     BAD_WORDS = 1024
 
 
+ANY = -1  # a token of a bad word that may be any, or none
 OWN_EXTRAS = Feature.LOGIT_BIAS | Feature.MIN_TOKENS | Feature.ALLOWED | Feature.BAD_WORDS  # what RowExtras are for
 
 
@@ -58,8 +59,8 @@ def features_of(sampling: RowSampling) -> Feature:
 
 @dataclass
 class BadWords:
-    """Bad words of one length, on the device: `before` [n, length - 1] int32, all their tokens but the last, which is
-    `last` [n] int64."""
+    """A row's bad words, on the device: `before` [n, L] int32, all their tokens but the last, behind ANY where they
+    are fewer than L, and `last` [n] int64."""
 
     before: torch.Tensor
     last: torch.Tensor
@@ -73,7 +74,7 @@ class RowExtras:
     bias_values: torch.Tensor  # [n] float32
     suppress_ids: torch.Tensor  # [n] int64
     allowed_ids: torch.Tensor | None  # [n] int64
-    bad_words: list[BadWords]
+    bad_words: BadWords | None
 
 
 @dataclass
@@ -206,17 +207,14 @@ class RowTables:
             self._bad_words(sampling.bad_words),
         )
 
-    def _bad_words(self, words: list[list[int]]) -> list[BadWords]:
-        by_length: dict[int, list[list[int]]] = {}
-        for word in words:
-            if 0 <= word[-1] < self.vocab_size:
-                by_length.setdefault(len(word), []).append(word)
-        found = []
-        for group in by_length.values():
-            ids = np.array(group, dtype=np.int64)
-            before = to_device(ids[:, :-1].astype(np.int32), self.device)
-            found.append(BadWords(before, to_device(ids[:, -1].copy(), self.device)))
-        return found
+    def _bad_words(self, words: list[list[int]]) -> BadWords | None:
+        words = [word for word in words if 0 <= word[-1] < self.vocab_size]
+        if not words:
+            return None
+        before = np.full((len(words), max(map(len, words)) - 1), ANY, dtype=np.int32)
+        for row, word in zip(before, words, strict=True):
+            row[len(row) - len(word) + 1 :] = word[:-1]
+        return BadWords(to_device(before, self.device), self._ids([word[-1] for word in words]))
 
     def _ids(self, tokens: list[int]) -> torch.Tensor:
         return to_device(np.array(tokens, dtype=np.int64), self.device)

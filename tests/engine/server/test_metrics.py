@@ -20,7 +20,7 @@ request_params_max_tokens request_params_n iteration_tokens_total time_to_first_
 inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
 request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds"""
 OWN = """layout blocks step_seconds draining heartbeat_age_seconds kv_waste_ratio engine_up requests_in_flight
-gpu_idle_fraction device_seconds"""
+gpu_idle_fraction device_seconds asyncio_tasks"""
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 

@@ -63,3 +63,27 @@ def test_rows_that_want_different_numbers() -> None:
         0: [(1, 1, [1]), (2, 3, [1])],
         2: [(3, 2, [1, 3, 2])],
     }
+
+
+def test_a_position_has_the_same_numbers_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, with as many others as memory allows at once, or some of a batch alone."""
+    logits = torch.randn(37, 5003, generator=torch.Generator().manual_seed(1)) * 3
+    tokens = torch.arange(37) * 100
+    whole = logprobs_module.compute_logprobs(logits, tokens, 4)
+    assert whole.logprobs.tolist() == pytest.approx(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist())
+    sizes = []
+    compute = logprobs_module._compute
+
+    def counted(part: torch.Tensor, *rest: object) -> object:
+        sizes.append(part.shape[0])
+        return compute(part, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", 5 * 4 * 5003)
+    monkeypatch.setattr(logprobs_module, "_compute", counted)
+    pieces = logprobs_module.compute_logprobs(logits, tokens, 4)
+    index = torch.tensor([3, 36, 11, 12, 13, 20, 21])
+    some = logprobs_module.compute_logprobs(logits, tokens, 4, index)
+    assert max(sizes) == 5
+    for name in ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs"):
+        assert torch.equal(getattr(whole, name), getattr(pieces, name)), name
+        assert torch.equal(getattr(whole, name)[index], getattr(some, name)), name
