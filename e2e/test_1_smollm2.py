@@ -36,7 +36,7 @@ def test_helm_install_apply_wait_ask(operator: None, namespace: str, client: Cli
         kit.kvern(word, "smollm2", "-n", namespace) for word in ("status", "explain", "logs")
     )
     assert "AllReplicasReady" in status_said and service.url in status_said, status_said
-    assert "Ready" in explained and "smollm2-r0" in explained, explained
+    assert "smollm2 answers: 1 of 1 replica" in explained and "1 engine pod ready: smollm2-r0-0" in explained, explained
     assert "smollm2-r0-0" in log and "ready" in log, log
 
 
