@@ -88,7 +88,7 @@ def test_cpu_equals_reference(query_lens, seq_lens, window, softcap):
         assert torch.equal(got, paged_attention(q, kv, meta, 0.3, None, window, softcap))
 
 
-@pytest.mark.parametrize("most", [1, 3000, 1 << 26])
+@pytest.mark.parametrize("most", [3000, 1 << 26])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 5, 16])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), CASES[2:])
@@ -111,7 +111,7 @@ def test_padded_rows_and_a_cache_in_fp8_on_a_gpu():
     torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150)), min_size=1, max_size=8),
     window=st.integers(1, 130),

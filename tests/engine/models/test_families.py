@@ -27,7 +27,7 @@ TOLERANCE = 1e-3
 FULL = os.environ.get("KVERN_TEST_FULL") == "1"
 LAYOUTS = [Layout(1, 2, 1), Layout(1, 4, 1), Layout(1, 1, 2), Layout(1, 2, 2)]
 MODELS = [(name, seed) for name in FAMILIES for seed in range(5 if FULL else 1)]
-SHORT = 24  # steps of the scenario that a diagonal's layout runs
+SHORT = 12  # steps of the scenario that a diagonal's layout runs
 
 
 @dataclass
