@@ -68,7 +68,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 200])
+@pytest.mark.parametrize("window", [None, 1, 16])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), CASES)
 def test_reference_is_plain_attention(query_lens, seq_lens, window, softcap):
     q, kv, meta = batch(query_lens, seq_lens, window=window)
@@ -77,7 +77,7 @@ def test_reference_is_plain_attention(query_lens, seq_lens, window, softcap):
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 300])
+@pytest.mark.parametrize("window", [1, 16, 300])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), [*CASES, ([1, 300], [700, 900]), ([600, 40], [600, 1000])])
 def test_cpu_equals_reference(query_lens, seq_lens, window, softcap):
     for consecutive in (True, False):
@@ -90,7 +90,7 @@ def test_cpu_equals_reference(query_lens, seq_lens, window, softcap):
 
 @pytest.mark.parametrize("most", [3000, 1 << 26])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 1, 5, 16])
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("query_lens", "seq_lens"), CASES[2:])
 def test_what_a_gpu_runs_equals_reference(query_lens, seq_lens, window, softcap, most, monkeypatch):
     monkeypatch.setattr(plain_attention, "MOST_NUMBERS", most)
