@@ -214,21 +214,22 @@ class _GroupMaker:
     def is_late(self) -> bool:
         return time.monotonic() >= self._deadline - 0.5  # torch was given what was left, in milliseconds
 
-    def _limit(self) -> dict[str, timedelta]:
+    def _limit(self) -> timedelta | None:
         left = timedelta(seconds=max(0.1, self._deadline - time.monotonic()))
         self._store.set_timeout(left)
-        return {} if self.device is not None else {"timeout": left}
+        return None if self.device is not None else left
 
     def make_world(self, rank: int, size: int) -> None:
         """The group of all of them."""
-        options: dict[str, Any] = {"device_id": self.device} if self.device is not None else {}
         backend, store = "nccl" if self.device is not None else "gloo", PrefixStore("groups", self._store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options, **self._limit())
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, device_id=self.device, timeout=self._limit()
+        )
         self._mine.append(dist.group.WORLD)
 
     def make(self, ranks: list[int]) -> Any:
         """A group of some of them; all must call this."""
-        group = dist.new_group(ranks, **self._limit())
+        group = dist.new_group(ranks, timeout=self._limit())
         if dist.get_rank() in ranks:
             self._mine.append(group)
         return group
