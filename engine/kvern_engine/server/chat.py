@@ -169,7 +169,7 @@ class ChatRenderer:
                 self._ends[piece.index] = (piece.finish_reason, piece.stop_reason)
 
     def answer(self, usage: Usage) -> dict[str, Any]:
-        choices = [
+        choices: list[dict[str, Any]] = [
             {
                 "index": i,
                 "message": {"role": "assistant", "content": text, "refusal": None},

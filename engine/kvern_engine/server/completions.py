@@ -217,7 +217,7 @@ class CompletionRenderer:
                 self._ends[piece.index] = (self._reason(piece), piece.stop_reason)
 
     def answer(self, usage: Usage) -> dict[str, Any]:
-        choices = [
+        choices: list[dict[str, Any]] = [
             {
                 "index": i,
                 "text": text,

@@ -18,7 +18,7 @@ TINY = str(Path(__file__).parents[1] / "models_data/tiny-kjv")
 
 FULL = os.environ.get("KVERN_TEST_FULL") == "1"
 TEXT = "In the beginning God created the heaven and the earth. And the earth was without form, and void; and darkness"
-SIZES = {"device": "cpu", "max_model_len": 192, "batch_invariant": True}
+SIZES: dict[str, Any] = {"device": "cpu", "max_model_len": 192, "batch_invariant": True}
 ASKED = [
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=4, prompt_logprobs=3),
     SamplingParams(seed=11, n=2, max_tokens=20, ignore_eos=True, logprobs=2, temperature=1.3, top_p=0.9),
@@ -31,7 +31,7 @@ ASKED = [
         repetition_penalty=1.2,
         frequency_penalty=0.3,
         logit_bias={5: 2.0},
-        bad_words=["the", "God said"],
+        bad_words=("the", "God said"),
         min_tokens=3,
     ),
 ]
@@ -104,7 +104,7 @@ def test_preemption(alone: list[Any]) -> None:
 
 @pytest.mark.skipif(not FULL, reason="KVERN_TEST_FULL=1: processes for each rank")
 @pytest.mark.parametrize("sizes", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}])
-def test_ranks(alone: list[Any], sizes: dict[str, int]) -> None:
+def test_ranks(alone: list[Any], sizes: dict[str, Any]) -> None:
     with LLM(TINY, num_gpu_blocks_override=64, max_num_seqs=8, **SIZES, **sizes) as llm:
         own = one_by_one(llm)
         assert answers(llm, 7) == own
@@ -146,7 +146,12 @@ def test_seeds_decide_alone_however_a_request_is_scheduled() -> None:
     mine = SamplingParams(n=3, seed=5, max_tokens=40, ignore_eos=True, detokenize=False)
     prompt = [list(range(10, 80))]
     found = []
-    for sizes, count in (({}, 0), ({"max_num_batched_tokens": 16}, 6), ({"num_gpu_blocks_override": 16}, 6)):
+    ways: list[tuple[dict[str, Any], int]] = [
+        ({}, 0),
+        ({"max_num_batched_tokens": 16}, 6),
+        ({"num_gpu_blocks_override": 16}, 6),
+    ]
+    for sizes, count in ways:
         with LLM(TINY, device="sim", sim_speed=50, max_model_len=256, max_num_seqs=8, **sizes) as llm:
             fill = [[3 + i, *range(100, 140)] for i in range(count)]
             params = [SamplingParams(seed=i, max_tokens=50, ignore_eos=True, detokenize=False) for i in range(count)]
