@@ -1,10 +1,11 @@
 """Forward passes whose numbers for a token do not depend on what is computed beside it (`--batch-invariant`).
 
-Matrix products, norms and sums add in an order that follows from their shapes: the same row of two batches of different
-sizes differs in its last bits, and now and then in a token (Horace He, Defeating Nondeterminism in LLM Inference,
-2025). So every step is computed in tiles of one fixed number of tokens, the last one padded: no operation ever sees
-another shape. In a tile each token is a row of its own with one query token, whether it belongs to a prompt or an answer, so
-that attention is cut by its own context alone. That makes chunks, prefix hits, preemptions and neighbours all the same.
+Matrix products, norms and sums add in an order that follows from their shapes: the same row of two batches of
+different sizes differs in its last bits, and now and then in a token (Horace He, Defeating Nondeterminism in LLM
+Inference, 2025). So every step is computed in tiles of one fixed number of tokens, the last one padded: no operation
+ever sees another shape. In a tile each token is a row of its own with one query token, whether it belongs to a prompt
+or an answer, so that attention is cut by its own context alone. That makes chunks, prefix hits, preemptions and
+neighbours all the same.
 
 What a tile cannot even out (whether the place within it matters) is tried at start, on the machine at hand, with the
 model at hand: `probe_plans` are the plans, `first_difference` says what they must not show.
