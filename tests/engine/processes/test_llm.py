@@ -121,8 +121,8 @@ def test_wrong_arguments_are_named(llm):
         llm.generate([[1], [2]], [GREEDY], use_tqdm=False)
     with pytest.raises(ValueError, match="unknown field 'max_modellen'; did you mean 'max_model_len'"):
         LLM(TINY, max_modellen=3)
-    with pytest.raises(ValueError, match="--dtype: 'half' is not one of"):
-        LLM(TINY, dtype="half")
+    with pytest.raises(ValueError, match="--dtype: 'int8' is not one of"):
+        LLM(TINY, dtype="int8")
 
 
 def test_ctrl_c_ends_the_requests_and_leaves_a_usable_engine(llm, monkeypatch):
