@@ -1,10 +1,13 @@
 """Many requests at once: no token is lost or doubled, and what runs beside a request does not change its answer."""
 
+import asyncio
+import os
 import random
+import time
 from typing import Any
 
 import pytest
-from e2e_harness import Answer, Serve, ask_all
+from e2e_harness import Answer, Serve, ask, ask_all
 
 STREAMS, TOKENS = 200, 160
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -17,28 +20,55 @@ def check_stream(answer: Answer, tokens: int, text: str) -> None:
     assert answer.text() == text
 
 
-def test_200_streams_lose_no_token(sim: Serve) -> None:
-    """Two API servers, two engines. Tokens of the simulated device depend on seed and position alone, so that 20
-    streams read one after the other say what each of the 200 must hold. Their prompts and lengths differ."""
-    body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-    rng = random.Random(1)
+def streamed(i: int) -> dict[str, Any]:
+    """The body of client `i`. Tokens of the simulated device depend on seed and position alone, so that 20 streams
+    read one after the other say what each must hold; prompts differ, lengths too."""
+    prompt = random.Random(i).choices(range(5, 1000), k=40)
+    body = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    return {**body, "prompt": prompt, "seed": i % 20, "max_tokens": TOKENS - 3 * (i % 20)}
 
-    def request(i: int) -> dict[str, Any]:
-        prompt = [rng.randrange(5, 1000) for _ in range(40)]
-        return {**body, "prompt": prompt, "seed": i % 20, "max_tokens": TOKENS - 3 * (i % 20)}
 
-    before = sim.metrics()
-    alone = [ask_all(sim, [request(i)])[0] for i in range(20)]
+def one_after_the_other(sim: Serve) -> list[Answer]:
+    alone = [ask_all(sim, [streamed(i)])[0] for i in range(20)]
     for i, answer in enumerate(alone):
         check_stream(answer, TOKENS - 3 * i, answer.text())
     assert len({answer.text()[:20] for answer in alone}) == 20
-    answers = ask_all(sim, [request(i) for i in range(STREAMS)])
+    return alone
+
+
+def test_200_streams_lose_no_token(sim: Serve) -> None:
+    """Two API servers, two engines."""
+    before = sim.metrics()
+    alone = one_after_the_other(sim)
+    answers = ask_all(sim, [streamed(i) for i in range(STREAMS)])
     for i, answer in enumerate(answers):
         check_stream(answer, TOKENS - 3 * (i % 20), alone[i % 20].text())
     after = sim.metrics()
     generated = sum(answer.usage["completion_tokens"] for answer in (*alone, *answers))
     assert after.grown(before, "vllm:generation_tokens_total") == generated
     assert after.grown(before, "vllm:request_success_total", finished_reason="length") == STREAMS + 20
+
+
+@pytest.mark.skipif(not os.environ.get("KVERN_TEST_FULL"), reason="a minute: KVERN_TEST_FULL=1")
+def test_200_clients_for_a_minute_lose_no_token(sim: Serve) -> None:
+    """200 streams open at any time for a minute, each client asking again as soon as it has its answer."""
+    alone = one_after_the_other(sim)
+    before, end = sim.metrics(), time.monotonic() + 60
+
+    async def client(i: int) -> int:
+        tokens = 0
+        while time.monotonic() < end:
+            answer = await ask(sim, "/v1/completions", streamed(i))
+            check_stream(answer, TOKENS - 3 * (i % 20), alone[i % 20].text())
+            tokens += answer.usage["completion_tokens"]
+        return tokens
+
+    async def clients() -> list[int]:
+        return await asyncio.gather(*(client(i) for i in range(STREAMS)))
+
+    tokens = sum(asyncio.run(clients()))
+    assert sim.metrics().grown(before, "vllm:generation_tokens_total") == tokens
+    print(f"{tokens} tokens of {STREAMS} clients in a minute, none lost")
 
 
 @pytest.fixture(scope="module")
