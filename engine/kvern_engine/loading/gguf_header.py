@@ -11,6 +11,7 @@ import itertools
 import math
 import mmap
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _MAX_ARRAY_DEPTH = 4
 _MAX_HEADER_BYTES = 1 << 29  # metadata and tensor table; those of the largest vocabularies have 20 MB
 _MAX_VALUES = 1 << 23  # in all arrays of a file together; a vocabulary of 260,000 tokens has 1.3 million
 _LEAST_KEY, _LEAST_TENSOR = 13, 24  # bytes that an entry takes at least
+_MAP_NORESERVE = 0x4000  # Linux; the module mmap has no name for it
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
@@ -269,8 +271,13 @@ def _open(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         if file.seek(0, 2) < 8:
             raise GGUFError(f"{path}: not a GGUF file: it has only {file.tell()} bytes")
-        # Copy-on-write: torch wants writable memory, the file stays as it is.
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        # Copy-on-write: torch wants writable memory, the file stays as it is. Nothing is written, so no memory is to be
+        # set aside for it: Linux refuses to map a file larger than the machine's memory otherwise.
+        how = mmap.MAP_PRIVATE | (_MAP_NORESERVE if sys.platform == "linux" else 0)
+        try:
+            return mmap.mmap(file.fileno(), 0, flags=how, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as e:
+            raise GGUFError(f"{path}: this file of {file.tell():,} bytes cannot be mapped into memory: {e}") from None
 
 
 def _check_magic(cursor: _Cursor) -> int:

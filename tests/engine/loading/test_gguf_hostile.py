@@ -1,5 +1,6 @@
 """GGUF files that lie: the error names file and tensor or key, and no memory is taken for what they claim."""
 
+import errno
 import random
 import struct
 import tracemalloc
@@ -96,6 +97,15 @@ def test_sparse_files_that_seem_to_hold_it_all(tmp_path: Path) -> None:
             file.seek(2**22, 1)
         file.truncate(size)
     assert "k2 has 4,194,304 items; all metadata together" in refusal(path, 120 << 20)
+
+
+def test_a_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **how: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    path = write(tmp_path / "x.gguf", sparse=1 << 30)
+    assert "this file of 1,073,741,824 bytes cannot be mapped into memory: [Errno 12] Cannot" in refusal(path)
 
 
 def test_nested_arrays(tmp_path: Path) -> None:
