@@ -15,6 +15,8 @@ from kit import Client, Service, helm, kubectl
 
 NAMESPACES = pytest.StashKey[set[str]]()
 SECONDS = "seconds"  # the property of a report that holds rows of the table of times
+TABLE = "table"  # the property of a report that holds a table as text
+_tables: list[str] = []  # as _measured
 _measured: list[tuple[str, float]] = []  # by the test that runs, not yet in a report
 
 
@@ -59,6 +61,19 @@ def image_values() -> list[str]:
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 
 
+def make_namespace_named(prefix: str) -> str:
+    """A new namespace that enforces Pod Security `restricted`, for fixtures that outlive a test."""
+    name = f"{prefix}-{secrets.token_hex(3)}"
+    _make_namespace(name)
+    return name
+
+
+def drop_namespace(*names: str) -> None:
+    """Away with them, in the background."""
+    if names and not os.environ.get("KVERN_E2E_KEEP"):
+        kubectl("delete", "namespace", "--ignore-not-found", "--wait=false", *names)
+
+
 def _make_namespace(name: str) -> None:
     manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": kit.RESTRICTED}}
     kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(manifest))
@@ -70,14 +85,12 @@ def make_namespace(request: pytest.FixtureRequest) -> Iterator[Callable[[str], s
     mine = request.node.stash.setdefault(NAMESPACES, set())
 
     def make(prefix: str) -> str:
-        name = f"{prefix}-{secrets.token_hex(3)}"
-        _make_namespace(name)
+        name = make_namespace_named(prefix)
         mine.add(name)
         return name
 
     yield make
-    if mine and not os.environ.get("KVERN_E2E_KEEP"):
-        kubectl("delete", "namespace", "--ignore-not-found", "--wait=false", *mine)
+    drop_namespace(*mine)
 
 
 @pytest.fixture
@@ -131,9 +144,24 @@ def measure() -> Callable[[str, float], None]:
     return record
 
 
+@pytest.fixture
+def show() -> Callable[[str], None]:
+    """show(text) has a table shown at the end of the run."""
+    return _tables.append
+
+
+@pytest.fixture
+def tell_of(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """tell_of(namespace): on failure of this test, what that namespace has to say."""
+    return request.node.stash.setdefault(NAMESPACES, set()).add
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The table of times; also as JSON lines at the end of the file that KVERN_E2E_MEASURES names."""
     reports = [r for group in terminalreporter.stats.values() for r in group if isinstance(r, pytest.TestReport)]
+    for text in [text for r in reports for key, text in r.user_properties if key == TABLE]:
+        terminalreporter.section("events")
+        terminalreporter.write_line(str(text))
     rows = [(r.nodeid.split("::")[-1], *row) for r in reports for key, row in r.user_properties if key == SECONDS]
     if not rows:
         return
@@ -152,8 +180,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
     # Of this phase alone: a report has the properties of the phases before it too. They travel between processes.
-    report.user_properties = [(SECONDS, row) for row in _measured]
+    report.user_properties = [(SECONDS, row) for row in _measured] + [(TABLE, text) for text in _tables]
     _measured.clear()
+    _tables.clear()
     if report.failed and call.when in ("setup", "call"):
         for name in sorted(item.stash.get(NAMESPACES, set())):
             report.sections.append((f"namespace {name}", _story(name)))

@@ -74,7 +74,7 @@ def eventually(what: str, check: Callable[[], Any], seconds: float, every: float
             last: Any = check()
             if last:
                 return last
-        except (CommandError, KeyError, IndexError, TypeError) as error:
+        except (CommandError, subprocess.TimeoutExpired, KeyError, IndexError, TypeError) as error:
             last = f"{type(error).__name__}: {error}"
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds:.0f} s: {what}; last seen: {str(last)[:1500]}")
@@ -94,16 +94,16 @@ def manifest(name: str, uri: str = "builtin://tiny-kjv", **spec: Any) -> str:
             "apiVersion": "kvern.dev/v1alpha1",
             "kind": "InferenceService",
             "metadata": {"name": name},
-            "spec": _merged(base, spec),
+            "spec": merged(base, spec),
         }
     )
 
 
-def _merged(base: Object, more: Object) -> Object:
+def merged(base: Object, more: Object) -> Object:
     both = dict(base)
     for key, value in more.items():
         old = both.get(key)
-        both[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        both[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return both
 
 
@@ -196,6 +196,8 @@ apiVersion: v1
 kind: Pod
 metadata: {name: client}
 spec:
+  # A bare pod comes back from nowhere: it lies on the node that no test drains or ends.
+  nodeSelector: {node-role.kubernetes.io/control-plane: ""}
   terminationGracePeriodSeconds: 0
   automountServiceAccountToken: false
   securityContext: {runAsNonRoot: true, runAsUser: 65532, seccompProfile: {type: RuntimeDefault}}
@@ -204,6 +206,8 @@ spec:
     image: kvern/client:e2e
     imagePullPolicy: IfNotPresent
     securityContext: {allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}
+    volumeMounts: [{name: tmp, mountPath: /tmp}]
+  volumes: [{name: tmp, emptyDir: {}}]
 """
 
 

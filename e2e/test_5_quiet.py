@@ -61,7 +61,7 @@ def test_idle_operator_writes_nothing(service: Make) -> None:
     eventually("the namespaces of earlier tests are gone", lambda: not ending(), 120)
     time.sleep(15)  # the kubelet's back-off settles
     since = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    time.sleep(300 if os.environ.get("KVERN_E2E_FULL") else 60)
+    time.sleep(300 if os.environ.get("KVERN_E2E_FULL") else 45)
     account = f"system:serviceaccount:{kit.OPERATOR_NAMESPACE}:kvern-operator"
     events = [e for e in kit.audit_log(since) if e["user"]["username"] == account]
     assert events, "the Lease at least is renewed: else the audit log was not read"

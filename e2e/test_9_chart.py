@@ -1,6 +1,6 @@
 """The chart's life on a real cluster: helm test, upgrade, uninstall, reinstall, an install for one namespace only.
 
-Last in order, since it takes the operator away and brings it back.
+Last in order, since most of it takes the operator away and brings it back.
 """
 
 import json
@@ -13,7 +13,7 @@ import pytest
 from conftest import image_values
 from kit import CommandError, Service, eventually, helm, kubectl
 
-pytestmark = pytest.mark.alone
+alone = pytest.mark.alone
 SPACE = ("-n", kit.OPERATOR_NAMESPACE)
 ACCOUNT = f"system:serviceaccount:{kit.OPERATOR_NAMESPACE}:kvern-operator"
 
@@ -78,6 +78,7 @@ def test_operator_can_do_little(operator: None) -> None:
         assert not allowed(verb, resource, "-A"), f"{verb} {resource}"
 
 
+@alone
 def test_no_right_was_missing(operator: None) -> None:
     """Whatever the tests before this one had the operator do."""
     said = kubectl(*SPACE, "logs", kit.OPERATOR, "--tail=-1")
@@ -85,6 +86,7 @@ def test_no_right_was_missing(operator: None) -> None:
     assert "forbidden" not in said.lower(), [line for line in said.splitlines() if "forbidden" in line.lower()][:5]
 
 
+@alone
 def test_upgrade_restarts_no_service(restored: None, service: Callable[..., Service]) -> None:
     mine = service("upgraded")
     mine.wait_ready()
@@ -102,6 +104,7 @@ def test_upgrade_restarts_no_service(restored: None, service: Callable[..., Serv
     assert before <= uids(mine)
 
 
+@alone
 def test_uninstall_leaves_services_alone(restored: None, service: Callable[..., Service]) -> None:
     mine = service("orphan")
     mine.wait_ready()
@@ -127,6 +130,7 @@ def test_uninstall_leaves_services_alone(restored: None, service: Callable[..., 
     assert before <= uids(mine)
 
 
+@alone
 def test_admin_of_a_namespace_installs_it_there(
     restored: None, make_namespace: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

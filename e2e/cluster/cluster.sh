@@ -1,9 +1,11 @@
 #!/bin/bash
 # The cluster of the end-to-end tests.
 #
-#   cluster.sh up [--no-images]   a kind cluster with metrics-server, fake GPUs and the project's images loaded
+#   cluster.sh up [--no-images]   a kind cluster with metrics-server, fake GPUs and the project's images loaded;
+#                                 --no-engine leaves the large one to `cluster.sh load`
 #   cluster.sh down               takes all of it away; only the cache folder stays
 #   cluster.sh exec COMMAND...    runs a command where the cluster can be reached, with KUBECONFIG and PATH set
+#   cluster.sh load               loads images that the cluster that is up lacks
 #   cluster.sh images             builds the images anew and loads them into the cluster that is up
 #   cluster.sh diagnose           what a failed test wants to know: pods, events, conditions, logs
 #   cluster.sh times              the table of times of the last run
@@ -62,10 +64,20 @@ up() {
     stage "node image" "$OFFLINE_DIR/node.sh"
     image=$("$OFFLINE_DIR/node.sh" --tag)
   fi
-  [ "${1:-}" = --no-images ] || build_images
-  stage "kind cluster" "$CLUSTER_DIR/kind.sh" "$image"
+  local building=
+  if [ "${1:-}" != --no-images ]; then # beside the cluster's start, most of which is waiting
+    build_images &
+    building=$!
+  fi
+  stage "kind cluster" "$CLUSTER_DIR/kind.sh" "$image" || { [ -z "$building" ] || wait "$building" || true; exit 1; }
   stage "metrics-server" "$CLUSTER_DIR/addons.sh"
-  [ "${1:-}" = --no-images ] || stage "loading images" "$CLUSTER_DIR/images.sh" load
+  [ -n "$building" ] || return 0
+  wait "$building"
+  if [ "${1:-}" = --no-engine ]; then
+    stage "loading the small images" "$CLUSTER_DIR/images.sh" load operator client
+  else
+    stage "loading images" "$CLUSTER_DIR/images.sh" load
+  fi
 }
 
 build_images() {
@@ -97,6 +109,7 @@ case ${1:-} in
     [ "$(mode)" != none ] || die "there is no cluster; make cluster"
     build_images
     stage "loading images" "$CLUSTER_DIR/images.sh" load ;;
+  load) stage "loading images" "$CLUSTER_DIR/images.sh" load ;;
   diagnose) in_cluster_net "$CLUSTER_DIR/diagnose.sh" ;;
   times) stage_table ;;
   *) sed -n '2,/^\. /{s/^# \{0,1\}//;/^\. /!p}' "$0" >&2; exit 2 ;;

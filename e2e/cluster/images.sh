@@ -1,5 +1,5 @@
 #!/bin/bash
-# images.sh build|load: the images of the project from its Dockerfiles, and a client for the tests, as kvern/*:e2e.
+# images.sh build|load [NAME...]: the images of the project from its Dockerfiles, and a client for the tests, as kvern/*:e2e.
 # build leaves them in a Docker engine and as archives in the cache; load brings into the cluster what it lacks.
 . "$(dirname "$0")/lib.sh"
 IMAGES=(operator engine client) # kvern/NAME:e2e
@@ -79,7 +79,7 @@ import() {
 # What the cluster that is up has been given is remembered beside its kubeconfig.
 load() {
   local name file said= node pid pids=() files=()
-  for name in "${IMAGES[@]}"; do
+  for name in "${@:-${IMAGES[@]}}"; do
     file=$(readlink -f "$CACHE/images/$name.tar")
     if grep -qsx "$file" "$RUN/loaded"; then continue; fi
     files+=("$file")
@@ -103,6 +103,6 @@ case ${1:-} in
   build) build ;;
   load)
     use_cluster_engine
-    load ;;
+    load "${@:2}" ;;
   *) die "images.sh: '${1:-}'? It knows build and load" ;;
 esac

@@ -30,24 +30,23 @@ stage() {
   shift
   log=$LOGS/$(tr -cs 'a-z0-9\n' '-' <<<"${name,,}").log
   printf '==> %s\n' "$name"
-  rm -f "$LOGS/.note"
-  STAGE_NOTE=$LOGS/.note "$@" >"$log" 2>&1 </dev/null || status=$?
+  rm -f "$log.note"
+  STAGE_NOTE=$log.note "$@" >"$log" 2>&1 </dev/null || status=$?
   took=$(seconds_since "$start")
   local said=
-  [ ! -s "$LOGS/.note" ] || said=$(<"$LOGS/.note")
+  [ ! -s "$log.note" ] || said=$(<"$log.note")
   if [ "$status" != 0 ]; then
     tail -n 25 "$log" | sed 's/^/    | /' >&2
     said="FAILED (exit $status), whole log: $log"
   fi
-  printf '    %s s%s\n' "$took" "${said:+  $said}"
+  printf '    %s: %s s%s\n' "$name" "$took" "${said:+  $said}" # with its name: two may run side by side
   printf '%s\t%s\t%s\n' "$name" "$took" "$said" >>"$RUN/stages.tsv"
   return "$status"
 }
 
 stage_table() {
   [ -s "$RUN/stages.tsv" ] || return 0
-  awk -F '\t' '{ printf "  %-44s %8.1f s  %s\n", $1, $2, $3; sum += $2 } END { printf "  %-44s %8.1f s\n", "sum", sum }' \
-    "$RUN/stages.tsv"
+  awk -F '\t' '{ printf "  %-44s %8.1f s  %s\n", $1, $2, $3 }' "$RUN/stages.tsv"
 }
 
 # How this machine's cluster is run: "stock" or "offline"; written by cluster.sh up.

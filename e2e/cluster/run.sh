@@ -17,7 +17,8 @@ finish() {
 trap finish EXIT
 trap 'exit 130' INT TERM
 
-"$CLUSTER_DIR/cluster.sh" up
+# The largest image is loaded while the first tests run, which need none of it.
+"$CLUSTER_DIR/cluster.sh" up $([ $# -gt 0 ] || echo --no-engine)
 cd "$ROOT_DIR"
 
 # tests NAME ARGUMENTS...: one run of pytest, in the table of times. No test in it (-k, -m) is no failure.
@@ -34,10 +35,14 @@ tests() {
 if [ $# -gt 0 ]; then
   tests "tests" e2e "$@"
 else
-  # What the others stand on comes first, by itself; most spend their time waiting, so that two go on at a time; those
-  # that take the operator away or count its writes are alone at the end.
-  tests "tests of cluster and first use" e2e/test_[01]_*.py
-  tests "tests side by side" -n 2 -m "not alone" e2e/test_[2-9]_*.py
+  # What the others stand on comes first, by itself; most spend their time waiting, so that three go on at a time, the
+  # events under load all that time; those that take the operator away or count its writes are alone at the end.
+  "$CLUSTER_DIR/cluster.sh" load &
+  loading=$!
+  tests "tests of cluster and API server" e2e/test_0_*.py e2e/test_7_*.py
+  wait "$loading"
+  tests "tests of first use" e2e/test_1_*.py
+  tests "tests side by side" -n 3 --dist loadgroup -m "not alone" e2e/test_8_*.py e2e/test_[2-6]_*.py e2e/test_9_*.py
   tests "tests of the operator alone" -m alone e2e/test_[2-9]_*.py
 fi
 [ $status = 0 ] || "$CLUSTER_DIR/cluster.sh" diagnose || true

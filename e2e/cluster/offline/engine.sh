@@ -55,6 +55,8 @@ stop() {
     [ ! -e "/run/netns/$NETNS" ] || ip netns del "$NETNS"
     rmdir /lib/modules 2>/dev/null || true # made by Docker for kind's mount of it where the machine had none
   fi
+  # Not beside a cluster that is up: its kubelets have empty groups, too.
+  if [ -e "$RUN/engine-cluster.pid" ]; then return; fi
   local group
   for group in /sys/fs/cgroup/*/"$NETNS" /sys/fs/cgroup/"$NETNS"; do
     [ ! -d "$group" ] || find "$group" -depth -type d -exec rmdir {} + 2>/dev/null || true

@@ -7,7 +7,7 @@
 packages() {
   case $1 in
     node) echo systemd,conntrack,iptables,nftables,iproute2,ethtool,util-linux,mount,kmod,libseccomp2,pigz,socat,bash,ca-certificates,curl,jq,procps,runc,ebtables ;;
-    python) echo python3,python3-venv,python3-pip,ca-certificates ;;
+    python) echo python3,python3-venv,python3-pip,ca-certificates,curl ;; # curl: what the tutorial asks with
     *) die "rootfs.sh: no root file system '$1'; there are node and python" ;;
   esac
 }

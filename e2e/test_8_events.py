@@ -1,0 +1,115 @@
+"""No client ever sees an error: fifty streams of the openai client, and what happens to the service meanwhile.
+
+The first six events belong to every run, with streams of 20 seconds; all others to full runs, with streams of a minute.
+The last test of each group is the verdict: a table of what became of every request.
+"""
+
+from collections.abc import Callable, Iterator
+
+import events
+import nodes
+import pytest
+import streams
+from busy import Show, Started, begin, other_names, report_of, wrongly
+from conftest import drop_namespace, make_namespace_named
+from events import CONTROL, FAILURES, MORE_PLANNED, PLANNED
+from kit import Client, eventually
+from streams import Load
+
+# One after the other, in one process. Only what full runs do takes the operator away.
+pytestmark = [pytest.mark.xdist_group("events"), pytest.mark.timeout(1500)]
+if streams.FULL:
+    pytestmark.append(pytest.mark.alone)
+
+
+@pytest.fixture(scope="module")
+def busy(operator: None, client: Client) -> Iterator[Started]:
+    """The service under load of all tests of this file that leave it alive."""
+    namespace = make_namespace_named("events")
+    other_names()
+    target, load = begin(namespace, client, "events")
+    yield target, load
+    load.stop()
+    drop_namespace(namespace)
+
+
+@pytest.fixture(autouse=True)
+def story(busy: Started, tell_of: Callable[[str], None]) -> None:
+    tell_of(busy[0].namespace)
+
+
+def tried(started: Started, name: str, do: events.Do) -> None:
+    """One event; afterwards the service is as the next one wants it."""
+    target, load = started
+    try:
+        load.event(name, lambda event: do(target, event))
+    except AssertionError:
+        target.patch(replicas=2, engine={"image": None})
+        target.settle()
+        raise
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_planned(busy: Started, name: str) -> None:
+    tried(busy, name, PLANNED[name])
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", MORE_PLANNED)
+def test_more_planned(busy: Started, name: str) -> None:
+    tried(busy, name, MORE_PLANNED[name])
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", CONTROL)
+def test_control(busy: Started, name: str) -> None:
+    events.fresh_operator()
+    tried(busy, name, CONTROL[name])
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", FAILURES)
+def test_failures(busy: Started, name: str) -> None:
+    busy[0].revise()  # replicas on both nodes
+    busy[0].settle()
+    tried(busy, name, FAILURES[name])
+
+
+def test_no_client_saw_any_of_it(busy: Started, show: Show) -> None:
+    """Failed 0, truncated 0, duplicated 0, every text as it is undisturbed; but where a process was killed, what had
+    begun on it may have ended with an error. Nothing that began afterwards may."""
+    _, load = busy
+    report, found = report_of(load, show)
+    assert report["requests"] > 2 * streams.STREAMS, report["requests"]
+    assert min(one.streams for one in found) >= streams.STREAMS, streams.table(found)
+    assert not (wrong := wrongly(load, report)), f"{len(wrong)} requests; the first: {wrong[:3]}"
+
+
+@pytest.mark.chaos
+def test_etcd_restored(busy: Started, client: Client, show: Show) -> None:
+    """Services of before the backup go on as they were then, with a load of its own: what a pod loses that the API
+    server does not know any more is not the rest's."""
+    target, old = busy
+    nodes.back_up_etcd()
+    load = Load(client, target.service, f"etcd-{target.namespace}", old.references)
+    load.start()
+    load.event("etcd restored", lambda event: events.etcd_restored(target, event))
+    report, _ = report_of(load, show)
+    assert not (wrong := wrongly(load, report)), f"{len(wrong)} requests; the first: {wrong[:3]}"
+
+
+@pytest.mark.chaos
+def test_namespace_deleted(busy: Started, client: Client, show: Show) -> None:
+    """Under fifty streams: all of them end as they should, then the namespace is gone."""
+    target, old = busy
+    load = Load(client, target.service, f"end-{target.namespace}", old.references)
+    load.start()
+
+    def do(event: streams.Event) -> None:
+        load.hold()
+        eventually("no short request runs", lambda: load.status()["running"] <= streams.STREAMS, 20)
+        events.namespace_deleted(target, event)
+
+    load.event("namespace deleted", do)
+    _, (one,) = report_of(load, show)
+    assert one.clean, one.wrong
