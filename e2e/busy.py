@@ -49,14 +49,11 @@ def report_of(load: Load, show: Show, **more: object) -> tuple[kit.Object, list[
 
 
 def wrongly(load: Load, report: kit.Object) -> list[str]:
-    """Requests that ended otherwise than they should, but those that failed where a process was killed and had begun
-    before."""
+    """Requests that ended otherwise than they should, but those that an event excuses."""
     blamed = []
     for number, event in enumerate(load.events):
         later = load.events[number + 1].begin if number + 1 < len(load.events) else float("inf")
         for row in report["rows"]:
-            if row["outcome"] != "right" and event.begin <= row["end"] < later:
-                killed = event.struck is not None and row["start"] < event.struck and row["outcome"] == "failed"
-                if not killed:
-                    blamed.append(f"{event.name}: {row['kind']} {row['seed']}: {row['outcome']}: {row['detail']}")
+            if row["outcome"] != "right" and event.begin <= row["end"] < later and not event.excuses(row):
+                blamed.append(f"{event.name}: {row['kind']} {row['seed']}: {row['outcome']}: {row['detail']}")
     return blamed

@@ -186,11 +186,14 @@ def worker_killed(target: Target, event: Event) -> None:
 
 
 def router_killed(target: Target, event: Event) -> None:
+    """Until the Service's endpoints are one less, half of all new connections meet a closed port."""
+    event.blind = 5.0
     _killed(target, event, "router", "router")
 
 
 def node_lost(target: Target, event: Event) -> None:
-    """The worker without power for 75 seconds."""
+    """The worker without power for 75 seconds. Kubernetes sends clients to its router until it has noticed."""
+    event.blind = 75.0
     node = nodes.worker()
     kit.run(nodes.NODE, "--kill", node)
     event.struck = time.time()

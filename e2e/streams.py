@@ -27,13 +27,22 @@ STREAM_SECONDS = 75 if FULL else 30  # within which a stream ends that nobody di
 
 @dataclass
 class Event:
-    """What was done to the service. Times are seconds since 1970; `until`: the desired state was reached."""
+    """What was done to the service. Times are seconds since 1970; `until`: the desired state was reached.
+
+    `struck`: when something was killed. What had begun on it may fail; `blind`: and what begins within so many seconds,
+    while the cluster itself still sends clients there.
+    """
 
     name: str
     begin: float
     until: float | None = None
-    struck: float | None = None  # when something was killed: what ran on it cannot go on
+    struck: float | None = None
+    blind: float = 0.0
     said: str = ""
+
+    def excuses(self, row: Object) -> bool:
+        """Whether a request that went wrong may have."""
+        return self.struck is not None and row["outcome"] == "failed" and row["start"] < self.struck + self.blind
 
 
 @dataclass
