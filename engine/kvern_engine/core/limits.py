@@ -11,7 +11,7 @@ from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import WorkerReady
 
 # Where the chunk governor aims, a little under what is promised (3x on a CPU, 2x on a GPU): steps are not all equal.
-CPU_ITL_FACTOR = 2.6
+CPU_ITL_FACTOR = 2.9
 GPU_ITL_FACTOR = 1.8
 
 

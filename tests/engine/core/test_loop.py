@@ -211,7 +211,7 @@ def test_from_config_keeps_to_what_the_worker_was_made_for(tmp_path: Path) -> No
     core = EngineCore.from_config(1, config, ready, worker, (5,))
     limits = core.scheduler.config
     assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len) == (12, 300, 100)
-    assert (limits.policy, limits.seed, limits.itl_factor) == ("priority", 7, 2.6)
+    assert (limits.policy, limits.seed, limits.itl_factor) == ("priority", 7, 2.9)
     assert (core.scheduler.pool.num_blocks, core.scheduler.pool.block_size) == (20, 8)
     assert not core.scheduler.pool.enable_prefix_caching
     assert core.max_inflight == 1
