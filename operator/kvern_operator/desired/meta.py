@@ -52,6 +52,11 @@ def leads(pod_name: str) -> bool:
     return pod_name.endswith("-0")
 
 
+def leader_name(replica: str) -> str:
+    """The pod that answers for a replica."""
+    return f"{replica}-0"
+
+
 def replica_index(service: str, name: str) -> int | None:
     """The number in a replica's name; None where the name is not one of this service's replicas."""
     prefix, _, number = name.rpartition("-r")

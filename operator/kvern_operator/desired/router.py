@@ -5,7 +5,15 @@ from collections.abc import Iterable
 
 from kvern_operator.api.types import InferenceService
 from kvern_operator.desired import meta
-from kvern_operator.desired.engine import GRACE_BEYOND_DRAIN, HARDENED, HTTP_PORT, common_pod, image, spread
+from kvern_operator.desired.engine import (
+    GRACE_BEYOND_DRAIN,
+    HARDENED,
+    HTTP_PORT,
+    common_pod,
+    headless_name,
+    image,
+    spread,
+)
 from kvern_operator.desired.merge import merged
 from kvern_operator.observed import Object, Pod
 from kvern_operator.settings import Settings
@@ -28,17 +36,29 @@ def revision(service: InferenceService) -> str:
         exclude_defaults=True,
         include={"router": True, "model": {"uri", "name"}, "overrides": {"router_pod_template"}},
     )
-    part.get("router", {}).pop("replicas", None)
+    own = part.get("router", {})
+    own.pop("replicas", None)
+    if own.get("limits"):
+        own["limits"] = True  # the numbers are in the ConfigMap; but a router from before there were any keeps none
     if not part.get("overrides"):
         part.pop("overrides", None)
     return meta.digest(part)
 
 
-def replica_file(service: InferenceService, pods: Iterable[Pod], leaving: frozenset[str]) -> str:
-    """The JSON that the router re-reads on change: replicas that answer, and those that drain.
+def replica_file(
+    service: InferenceService,
+    pods: Iterable[Pod],
+    leaving: frozenset[str],
+    replicas: Iterable[str] = (),
+    settings: Settings | None = None,
+) -> str:
+    """The JSON that the router re-reads on change: replicas that answer, and those that drain; the DNS names of all
+    that shall serve; limits, and the routers that share them.
 
-    `leaving` holds the names of the StatefulSets that drain. Loading and terminating pods are not in it.
+    `leaving` holds the names of the StatefulSets that drain, `replicas` those of all. Loading and terminating pods are
+    not among the replicas. Without `settings`, or outside a cluster, there are no DNS names.
     """
+    pods = list(pods)
     entries = [
         {
             "name": pod.name,
@@ -54,7 +74,23 @@ def replica_file(service: InferenceService, pods: Iterable[Pod], leaving: frozen
         and not pod.terminating
         and (pod.ready or (pod.served and pod.running))
     ]
-    return json.dumps({"model": service.spec.model.served_name, "replicas": entries}, indent=1)
+    document: Object = {"model": service.spec.model.served_name, "replicas": entries}
+    if settings is not None and settings.namespace:
+        document["hosts"] = _hosts(service, pods, set(replicas) - leaving, settings)
+    limits = service.spec.router.limits.to_dict()
+    if limits:
+        routers = [p.address for p in pods if p.component == meta.ROUTER and p.running and p.address]
+        document |= {"limits": limits, "routers": sorted(routers)}
+    return json.dumps(document, indent=1)
+
+
+def _hosts(service: InferenceService, pods: list[Pod], replicas: set[str], settings: Settings) -> list[Object]:
+    """Where routers find replicas by themselves: as soon as they answer, and also while there is no operator. While its
+    pod is going, a name leads to what is going."""
+    domain = f"{headless_name(service)}.{service.metadata.namespace}.svc.{settings.cluster_domain}"
+    going = {p.name for p in pods if p.component == meta.ENGINE and p.terminating}
+    leaders = [meta.leader_name(name) for name in sorted(replicas)]
+    return [{"name": name, "host": f"{name}.{domain}", "port": HTTP_PORT} for name in leaders if name not in going]
 
 
 def replica_map(service: InferenceService, text: str) -> Object:
