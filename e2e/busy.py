@@ -50,10 +50,13 @@ def report_of(load: Load, show: Show, **more: object) -> tuple[kit.Object, list[
 
 def wrongly(load: Load, report: kit.Object) -> list[str]:
     """Requests that ended otherwise than they should, but those that an event excuses."""
-    blamed = []
+    blamed: list[str] = []
     for number, event in enumerate(load.events):
         later = load.events[number + 1].begin if number + 1 < len(load.events) else float("inf")
-        for row in report["rows"]:
-            if row["outcome"] != "right" and event.begin <= row["end"] < later and not event.excuses(row):
-                blamed.append(f"{event.name}: {row['kind']} {row['seed']}: {row['outcome']}: {row['detail']}")
+        here = [row for row in report["rows"] if row["outcome"] != "right" and event.begin <= row["end"] < later]
+        blamed += [
+            f"{event.name}: {row['kind']} {row['seed']}: {row['outcome']}: {row['detail']}"
+            for row in here
+            if not event.excuses(row)
+        ]
     return blamed
