@@ -18,11 +18,11 @@ BEGIN, END = (
 
 
 def latest(lines: list[str]) -> list[Verdict]:
-    """The last verdict on each event, those of full runs alone, in the order of their first."""
+    """The last verdict on each event, those of full runs on the simulated device, in the order of their first."""
     found: dict[str, Verdict] = {}
     for line in lines:
         row = json.loads(line)
-        if row.pop("full", False) and not row.get("soak"):
+        if row.pop("full", False) and not (row.get("soak") or row.get("model")):
             found[row["event"]] = Verdict(**{name: row[name] for name in Verdict.__dataclass_fields__})
     return list(found.values())
 

@@ -125,6 +125,8 @@ class Load:
     client: Client
     service: Service
     name: str
+    streams: int = STREAMS
+    tokens: int = TOKENS
     references: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
@@ -132,16 +134,16 @@ class Load:
         """Note the texts that an undisturbed service gives."""
         file = f"/tmp/{self.name}-{label}.json"
         command = ("python3", "/opt/client/load.py", "reference", service.url, MODEL, "--out", file)
-        self.client.exec(*command, "--streams", str(STREAMS), "--tokens", str(TOKENS), timeout=300)
+        self.client.exec(*command, "--streams", str(self.streams), "--tokens", str(self.tokens), timeout=300)
         self.references.append(file)
 
     def start(self) -> None:
         """Returns when every stream has had its first token."""
         options = [f"--reference {file}" for file in self.references]
-        options += [f"--streams {STREAMS}", f"--tokens {TOKENS}", f"--name /tmp/{self.name}"]
+        options += [f"--streams {self.streams}", f"--tokens {self.tokens}", f"--name /tmp/{self.name}"]
         command = f"python3 /opt/client/load.py run {self.service.url} {MODEL} {' '.join(options)}"
         self.client.exec("sh", "-c", f"setsid {command} >/tmp/{self.name}.log 2>&1 </dev/null &")
-        eventually("all streams have begun", lambda: self.status()["running"] >= STREAMS, 90, every=1)
+        eventually("all streams have begun", lambda: self.status()["running"] >= self.streams, 90, every=1)
 
     def status(self) -> Object:
         """How it goes, not older than a few seconds."""
@@ -163,7 +165,7 @@ class Load:
 
     def wait_for_streams(self) -> None:
         """Until as many are open as there should be: the next event meets all of them."""
-        eventually("all streams are open", lambda: self.status()["running"] >= STREAMS - 2, 60, every=1)
+        eventually("all streams are open", lambda: self.status()["running"] >= self.streams - 2, 60, every=1)
 
     def hold(self) -> None:
         """Nothing new is asked; what runs goes on."""

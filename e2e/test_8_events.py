@@ -7,13 +7,14 @@ The last test of each group is the verdict: a table of what became of every requ
 from collections.abc import Callable, Iterator
 
 import events
+import kit
 import nodes
 import pytest
 import streams
 from busy import Show, Started, begin, other_names, report_of, wrongly
 from conftest import drop_namespace, make_namespace_named
 from events import CONTROL, FAILURES, MORE_PLANNED, PLANNED
-from kit import Client, eventually
+from kit import Client, Service, eventually
 from streams import Load
 
 # One after the other, in one process. Only what full runs do takes the operator away.
@@ -34,8 +35,9 @@ def busy(operator: None, client: Client) -> Iterator[Started]:
 
 
 @pytest.fixture(autouse=True)
-def story(busy: Started, tell_of: Callable[[str], None]) -> None:
-    tell_of(busy[0].namespace)
+def story(request: pytest.FixtureRequest, tell_of: Callable[[str], None]) -> None:
+    if "busy" in request.fixturenames:
+        tell_of(request.getfixturevalue("busy")[0].namespace)
 
 
 def tried(started: Started, name: str, do: events.Do) -> None:
@@ -113,3 +115,24 @@ def test_namespace_deleted(busy: Started, client: Client, show: Show) -> None:
     load.event("namespace deleted", do)
     _, (one,) = report_of(load, show)
     assert one.clean, one.wrong
+
+
+REAL = ("scale up", "flags changed", "pod deleted", "scale down")
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("uri", ["builtin://tiny-kjv", "builtin://smollm2-135m"])
+def test_real_answers(operator: None, namespace: str, client: Client, show: Show, uri: str) -> None:
+    """Models that compute: greedy texts stay what they are whoever goes on with the service."""
+    load = Load(client, Service("real", namespace), f"real-{namespace}", streams=4, tokens=200)
+    target = events.Target(load.service)
+    exact = {"device": "cpu", "batch-invariant": True}
+    spec = streams.spec(replicas=2) | {"engine": {"maxNumSeqs": 16, "args": exact}}
+    target.service.apply(kit.manifest("real", uri, **spec))
+    target.settle()
+    load.reference("calm", target.service)
+    load.start()
+    for name in REAL:
+        load.event(name, lambda event, name=name: {**PLANNED, **MORE_PLANNED}[name](target, event))
+    report, _ = report_of(load, show, model=uri)
+    assert not (wrong := wrongly(load, report)), f"{len(wrong)} requests; the first: {wrong[:3]}"
