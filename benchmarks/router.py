@@ -7,7 +7,9 @@ Three processes: a backend and a client that share a core, and `kvern-router` on
                `paced`: a fixed rate over all streams (is it carried?), `flat out`: as fast as it goes
                user and system are the router process's own CPU time; chunks_per_cpu_s what one core carries of it
 
-  router.py [--streams 200] [--seconds 5] [--rate 20000] [--requests 2000]
+  router.py [--streams 200] [--seconds 5] [--rate 20000] [--requests 2000] [--limits]
+
+--limits: with API keys and limits that count every token (and are never reached).
 """
 
 from __future__ import annotations
@@ -100,6 +102,7 @@ class StreamClient(asyncio.Protocol):
 
 def request(path, body=b""):
     fields = f"host: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    fields += "authorization: Bearer sk-bench-0\r\n"
     head = f"POST {path} HTTP/1.1\r\n{fields}\r\n"
     return head.encode() + body
 
@@ -153,11 +156,17 @@ def start_backend(cores):
     return ours, int(ours.stdout.readline())
 
 
-def start_router(port, folder, cores, replicas):
+def start_router(port, folder, cores, replicas, limits):
     file = Path(folder) / "replicas.json"
     entries = [{"name": f"r{i}", "url": f"http://127.0.0.1:{port}"} for i in range(replicas)]
-    file.write_text(json.dumps({"model": "m", "replicas": entries}))
+    document = {"model": "m", "replicas": entries}
     flags = ["--listen", "127.0.0.1:0", "--replicas-file", str(file), "--no-access-log"]
+    if limits:
+        document["limits"] = {"requestsPerMinute": 10**9, "tokensPerMinute": 10**12}
+        keys = Path(folder) / "keys"
+        keys.write_text("".join(f"tenant-{i}: sk-bench-{i}\n" for i in range(20)))
+        flags += ["--api-keys-file", str(keys)]
+    file.write_text(json.dumps(document))
     command = [sys.executable, "-m", "kvern_router.main", *flags]
     router = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: pin(cores))
     for line in router.stderr:
@@ -232,6 +241,7 @@ def main():
     parser.add_argument("--rate", type=float, default=20000.0)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--replicas", type=int, default=4, help="entries in the replicas file; all are the one backend")
+    parser.add_argument("--limits", action="store_true", help="with API keys and limits")
     parser.add_argument("--backend", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.backend:
@@ -245,7 +255,7 @@ def main():
         try:
             server, direct = start_backend(ours)
             processes.append(server)
-            router, routed = start_router(direct, folder, theirs, args.replicas)
+            router, routed = start_router(direct, folder, theirs, args.replicas, args.limits)
             processes.append(router)
             pin(ours)
             measure_latency(direct, routed, args.requests)

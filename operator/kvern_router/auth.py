@@ -1,41 +1,66 @@
-"""API keys: who may send requests. The keys' file is re-read on change, so keys are rotated without a restart.
+"""API keys: who may send requests, and whose requests they are. The file is re-read on change: keys are rotated without
+a restart.
 
-A tenant is a key; limits a tenant (requests and tokens a minute) can hang on what `tenant` returns.
+A tenant is a key, or all the keys that a file gives one name. Its name goes into the access log and the limits hang on
+it (tenants.py); a key itself is kept as a digest only and appears nowhere.
 """
 
 from __future__ import annotations
 
 import hmac
+import re
 from hashlib import sha256
 
 from kvern_router.errors import RouterError
 from kvern_router.http1 import Request
 
+# `name: key`. A key has no colon followed by a space: neither RFC 6750 nor anybody's generator makes one.
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,62}):[ \t]+(\S+)")
+_UNNAMED_DIGITS = 8
+
 
 class ApiKeys:
-    """The accepted keys, as digests."""
+    """The accepted keys, as digests with the names of their tenants."""
 
     def __init__(self) -> None:
-        self._digests: tuple[bytes, ...] = ()
+        self._known: tuple[tuple[bytes, str], ...] = ()
+        self.secrets: tuple[bytes, ...] = ()  # what routers with this file have in common, and those with the last one
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """The names of all tenants."""
+        return frozenset(name for _, name in self._known)
 
     def load(self, text: str) -> None:
-        """Take over a file's keys: one a line, blank lines and lines that begin with # aside. Raises ValueError."""
-        lines = (line.strip() for line in text.splitlines())
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
+        """Take over a file's keys: one a line, `name: key` for a tenant of that name, blank lines and lines that begin
+        with # aside. Raises ValueError, and keeps what there was."""
+        known: dict[bytes, str] = {}
+        for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            named = _NAMED.fullmatch(line)
+            digest = sha256((named[2] if named else line).encode()).digest()
+            name = named[1] if named else f"key-{digest.hex()[:_UNNAMED_DIGITS]}"
+            if known.setdefault(digest, name) != name:
+                raise ValueError(f"line {number}: this key stands in the file twice, under two names")
+        if not known:
             raise ValueError("the API keys file holds no key; expected one a line")
-        self._digests = tuple(sha256(key.encode()).digest() for key in keys)
+        self._known = tuple(known.items())
+        shared = sha256(b"kvern-routers" + b"".join(sorted(known))).digest()
+        self.secrets = (shared, *(s for s in self.secrets[:1] if s != shared))
 
     def tenant(self, request: Request) -> str:
-        """A short name of the key that a request carries (its digest's first hex digits). Raises RouterError (401).
+        """The name of the tenant whose key a request carries. Raises RouterError (401).
 
         Every key is compared in constant time, found or not: the answer's timing tells nothing of them.
         """
         given = _presented(request)
         digest = sha256(given).digest()
-        found = False
-        for known in self._digests:
-            found |= hmac.compare_digest(known, digest)
+        found = ""
+        for known, name in self._known:
+            if hmac.compare_digest(known, digest):
+                found = name
         if not given or not found:
             said = "No API key was given" if not given else "The API key is not valid"
             raise RouterError(
@@ -45,7 +70,7 @@ class ApiKeys:
                 code="invalid_api_key",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
-        return digest.hex()[:12]
+        return found
 
 
 def _presented(request: Request) -> bytes:

@@ -329,6 +329,7 @@ class ClientConnection(asyncio.Protocol):
         fields = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or [])]
         if request.request_id:
             fields.append((b"x-request-id", request.request_id))
+        fields += request.extra
         connection = (b"" if request.version == "1.1" else b"keep-alive") if keep_alive else b"close"
         head = response_head(status, reason(status), fields, connection)
         self.write(head if request.method == b"HEAD" else head + body)

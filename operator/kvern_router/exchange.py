@@ -15,6 +15,7 @@ from kvern_router.errors import RouterError, error_code
 from kvern_router.http1 import Request, ResponseHead, request_head
 from kvern_router.policy import request_key
 from kvern_router.relay import Done, Failed, Outcome, Refused, Relay
+from kvern_router.usage import REQUEST_HEADER
 from kvern_router.writer import ResponseWriter
 
 if TYPE_CHECKING:
@@ -189,7 +190,8 @@ class Exchange:
         request, fleet = self.request, self.router.fleet
         self._replica_name = replica.name
         body = request.body()
-        head = request_head(request, replica.spec.base, self._client.peer, len(body))
+        more = REQUEST_HEADER if request.use is not None and request.use.counts else b""
+        head = request_head(request, replica.spec.base, self._client.peer, len(body), more)
         fresh = False
         with fleet.using(replica):
             while True:
@@ -272,6 +274,8 @@ class Exchange:
         status = self._status if self.writer.ended or self._error else 499
         if self._client_gone and not self.writer.ended and not self._error:
             status = 499
+        if self.request.use is not None:
+            self.request.use.settle(status)
         self.router.account(self.request, self._client.peer, status, self._summary())
         self._client.exchange_done(self, self.writer.keep_alive and self.writer.ended)
 
@@ -279,7 +283,9 @@ class Exchange:
         """The request's own part of its access log line; seconds, bytes; no content."""
         received = self.request.received
         first = self._answered_at - received if self._answered_at else None
+        use = self.request.use
         return {
+            **({"tokens": use.charged} if use is not None and use.counts else {}),
             "replica": self._replica_name or None,
             "retries": self._retries,
             "held": round(self._held_for, 4),

@@ -1,7 +1,8 @@
 """The replicas as they are now: connections, health, load; who may get a request; and the requests held meanwhile.
 
 policy.py decides among those that `Fleet.choose` finds available. The list itself comes from a file (replicas.py) by
-`update`; whatever may let a held request go (a new list, a good probe, a skip that is over) wakes the held ones.
+`update`, and from DNS (lookup.py) by `found`, where the file has no address of a replica or one that does not answer;
+whatever may let a held request go (a new list, a good probe, a skip that is over) wakes the held ones.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 from kvern_router.errors import RouterError
 from kvern_router.health import Health, Probe
 from kvern_router.policy import choose, replica_seed
-from kvern_router.replicas import ReplicaList, ReplicaSpec
+from kvern_router.replicas import FOUND, HostSpec, ReplicaList, ReplicaSpec
 from kvern_router.settings import Settings
 from kvern_router.upstream import ConnectionPool
 
@@ -39,6 +40,7 @@ class Replica:
         self.pool = ConnectionPool(spec.host, spec.port, connect_timeout)
         self.inflight = 0
         self.attempts: set[Movable] = set()
+        self.says_name = False  # in the answers to its probes
         self.listed = True
         host = f"[{spec.host}]" if ":" in spec.host else spec.host
         self.authority = f"{host}:{spec.port}".encode()
@@ -52,12 +54,12 @@ class Replica:
         return self.spec.weight
 
     def available(self, now: float) -> bool:
-        """Whether it may get a new request: listed as ready, with a weight, and healthy."""
-        return self.listed and self.spec.state == "ready" and self.spec.weight > 0 and self.health.available(now)
+        """Whether it may get a new request: not draining, with a weight, and ready by its own word."""
+        return self.listed and self.spec.state != "draining" and self.spec.weight > 0 and self.health.available(now)
 
     def condition(self, now: float) -> str:
         """In words for messages: "ready", "draining", "not answering", ..."""
-        if self.spec.state != "ready":
+        if self.spec.state == "draining":
             return self.spec.state
         if self.spec.weight <= 0:
             return "of weight 0"
@@ -115,16 +117,50 @@ class Fleet:
         self._on_added = on_added
         self._probes: dict[Replica, asyncio.Task[None]] = {}
         self._leaving: set[Replica] = set()
+        self._listed = ReplicaList()
+        self._addresses: dict[str, str] = {}  # where the DNS names of `_listed.hosts` led to last
         self.replicas: tuple[Replica, ...] = ()
         self.queue = HeldRequests(settings.max_held)
+        self.looked = asyncio.Event()  # every replica of the first list has said whether it is ready
         self.model = settings.model
 
     def update(self, listed: ReplicaList) -> None:
         """Take over a new list. A replica of the same identity keeps its connections, health and load."""
+        self._listed = listed
+        names = {host.name for host in listed.hosts}
+        self._addresses = {name: address for name, address in self._addresses.items() if name in names}
+        self.model = self._settings.model or listed.model
+        self._take_over()
+
+    def found(self, host: HostSpec, address: str) -> None:
+        """A replica's DNS name leads to this address."""
+        if self._addresses.get(host.name) != address and host in self._listed.hosts:
+            self._addresses[host.name] = address
+            self._take_over()
+
+    def to_look_up(self) -> list[HostSpec]:
+        """The replicas of which none is known to answer."""
+        now = self._loop.time()
+        known = {r.name for r in self.replicas if r.available(now) or r.spec.state == "draining"}
+        return [host for host in self._listed.hosts if host.name not in known]
+
+    def _specs(self) -> Iterator[ReplicaSpec]:
+        """What is listed, then what was found elsewhere than it is listed."""
+        yield from self._listed.replicas
+        listed = {(r.name, r.host) for r in self._listed.replicas}
+        for host in self._listed.hosts:
+            address = self._addresses.get(host.name)
+            if address is not None and (host.name, address) not in listed:
+                yield host.at(address)
+
+    def _take_over(self) -> None:
         old = {replica.spec.identity: replica for replica in self.replicas}
+        found = {(r.name, r.spec.host, r.spec.port): r.spec.identity for r in self.replicas if r.spec.state == FOUND}
         new: list[Replica] = []
-        for spec in listed.replicas:
+        for spec in self._specs():
             replica = old.pop(spec.identity, None)
+            if replica is None and (same := found.get((spec.name, spec.host, spec.port))) is not None:
+                replica = old.pop(same, None)  # the file has caught up with what was found already
             if replica is None:
                 replica = Replica(spec, self._settings.connect_timeout)
                 self._probes[replica] = self._on_added(replica)
@@ -136,10 +172,12 @@ class Fleet:
             self._probes.pop(replica).cancel()
             if replica.inflight:
                 self._leaving.add(replica)
+                if replica.health.probe in (Probe.HUNG, Probe.UNREACHABLE):
+                    self._move(replica, "it is gone")  # nobody would probe it any more, and tell these
         self.replicas = tuple(new)
-        self.model = self._settings.model or listed.model
         said = ", ".join(f"{r.name} ({r.spec.state})" for r in new) or "none"
         log.info("replicas: %s", said)
+        self._look()
         self.queue.wake()
 
     def choose(self, key: int | None, tried: frozenset[Replica] | set[Replica]) -> Replica | None:
@@ -165,11 +203,20 @@ class Fleet:
 
     def probed(self, replica: Replica) -> None:
         """The replica's probe changed its state: wake held requests, move those that wait for a hung one."""
+        self._look()
         if replica.available(self._loop.time()):
             self.queue.wake()
         elif replica.health.probe is Probe.HUNG and self.has_available(beside=replica):
-            for attempt in list(replica.attempts):
-                attempt.move("it stopped answering")
+            self._move(replica, "it stopped answering")
+
+    def _look(self) -> None:
+        if all(replica.health.probe is not Probe.UNKNOWN for replica in self.replicas):
+            self.looked.set()
+
+    def _move(self, replica: Replica, why: str) -> None:
+        """Requests that wait for the replica's first byte go elsewhere."""
+        for attempt in list(replica.attempts):
+            attempt.move(why)
 
     @contextmanager
     def using(self, replica: Replica) -> Iterator[None]:
@@ -185,9 +232,12 @@ class Fleet:
     def no_replica(self, why: str, code: str) -> RouterError:
         """503 that says what is wrong with each replica."""
         now = self._loop.time()
-        states = "; ".join(f"{r.name} is {r.condition(now)}" for r in self.replicas[:8]) or "none is listed"
-        if len(self.replicas) > 8:
-            states += f"; and {len(self.replicas) - 8} more"
+        known = [f"{r.name} is {r.condition(now)}" for r in self.replicas]
+        names = {r.name for r in self.replicas}
+        known += [f"{host.name} has no address yet" for host in self._listed.hosts if host.name not in names]
+        states = "; ".join(known[:8]) or "none is listed"
+        if len(known) > 8:
+            states += f"; and {len(known) - 8} more"
         model = f" of {self.model}" if self.model else ""
         retry = max(1, min(30, round(self._settings.hold_timeout / 4)))
         return RouterError(
@@ -212,7 +262,7 @@ class Fleet:
             {
                 "name": r.name,
                 "address": r.authority.decode(),
-                "state": r.spec.state,
+                "state": r.spec.state,  # of the file; "found": by its DNS name
                 "condition": r.condition(now),
                 "available": r.available(now),
                 "weight": r.weight,

@@ -25,6 +25,7 @@ class Probe(StrEnum):
     NOT_READY = "not ready"
     UNREACHABLE = "unreachable"
     HUNG = "not answering"
+    SOMEBODY_ELSE = "gone (another pod answers at its address)"
 
 
 @dataclass(slots=True)
@@ -38,8 +39,8 @@ class Health:
     silent_probes: int = 0
 
     def available(self, now: float) -> bool:
-        """Whether a new request may go there. Unknown counts as yes: who listed the replica as ready is believed."""
-        return now >= self.skip_until and self.probe in (Probe.READY, Probe.UNKNOWN)
+        """Whether a new request may go there: by the replica's own word. Lists are late, and addresses go to others."""
+        return now >= self.skip_until and self.probe is Probe.READY
 
     def failed(self, began: float, now: float) -> None:
         """A connection failed or was lost. Attempts that began before the last failure tell nothing new (one crash

@@ -11,14 +11,19 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from kvern_router.errors import RouterError, bad_request
+
+if TYPE_CHECKING:
+    from kvern_router.tenants import Use
 
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
 _CONNECTION_WORDS = "connection keep-alive proxy-connection te trailer transfer-encoding upgrade http2-settings"
 _ONE_HOP_ONLY = "proxy-authenticate proxy-authorization content-length expect"
 HOP_BY_HOP = frozenset(f"{_CONNECTION_WORDS} {_ONE_HOP_ONLY}".encode().split())
+ROUTERS_OWN = frozenset((b"x-request-id", b"x-kvern-usage", b"x-kvern-router"))  # set anew, or for routers only
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -42,6 +47,9 @@ class Request:
     rejection: RouterError | None = None
     received: float = 0.0  # when its last byte arrived
     request_id: bytes = b""
+    tenant: str = ""  # whose key it carries
+    use: Use | None = None  # what it is charged, where there are limits
+    extra: Headers = field(default_factory=list)  # headers of the router's own for its answer
 
     @property
     def path(self) -> bytes:
@@ -140,16 +148,16 @@ def _show(value: bytes) -> str:
     return repr(value[:100].decode("latin-1"))
 
 
-def request_head(request: Request, base: str, client: bytes, length: int) -> bytes:
+def request_head(request: Request, base: str, client: bytes, length: int, more: bytes = b"") -> bytes:
     """The head that a replica is sent: hop-by-hop headers gone, X-Forwarded-For and X-Request-Id set.
 
-    base: path prefix of the replica's URL; client: the client's address; length: bytes of the body.
+    base: path prefix of the replica's URL; client: the client's address; length: bytes of the body; more: whole lines.
     """
     out = [request.method + b" " + base.encode() + request.target + b" HTTP/1.1\r\n"]
     forwarded: list[bytes] = []
     dropped = _connection_options(request.headers)
     for name, value in request.headers:
-        if name in HOP_BY_HOP or name in dropped or name == b"x-request-id":
+        if name in HOP_BY_HOP or name in dropped or name in ROUTERS_OWN:
             continue
         if name == b"x-forwarded-for":
             forwarded.append(value)
@@ -159,7 +167,7 @@ def request_head(request: Request, base: str, client: bytes, length: int) -> byt
         forwarded.append(client)
     if forwarded:
         out.append(b"x-forwarded-for: " + b", ".join(forwarded) + b"\r\n")
-    out.append(b"x-request-id: " + request.request_id + b"\r\n")
+    out.append(b"x-request-id: " + request.request_id + b"\r\n" + more)
     if length or request.method in (b"POST", b"PUT", b"PATCH"):
         out.append(b"content-length: %d\r\n" % length)
     out.append(b"\r\n")

@@ -64,6 +64,13 @@ class RouterMetrics:
             "Attempts after the first, none of them after a byte went out",
             registry=self._registry,
         )
+        limited = Counter(
+            "kvern_router_limited",
+            "Requests refused with 429 because their tenant had used up its requests or tokens a minute",
+            ["limit"],
+            registry=self._registry,
+        )
+        self.limited = {which: limited.labels(which) for which in ("requests", "tokens")}
         self.added = Histogram(
             "kvern_router_added_seconds",
             "Time the router added: from the request's last byte to sending it on, and from the answer's first byte to "

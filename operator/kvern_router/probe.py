@@ -9,55 +9,37 @@ import asyncio
 import logging
 import random
 
+from kvern_router.fetch import fetch
 from kvern_router.fleet import Fleet, Replica
 from kvern_router.health import Probe
-from kvern_router.http1 import ResponseHead
 from kvern_router.settings import Settings
 
 log = logging.getLogger("kvern.router")
 EAGER_INTERVAL = 0.25  # seconds between probes of a replica that is not ready: held requests wait for it
-
-
-class _Answer:
-    """The sink of a probe: the status, or an error."""
-
-    def __init__(self) -> None:
-        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def on_head(self, head: ResponseHead) -> None:
-        if not self.status.done():
-            self.status.set_result(head.status)
-
-    def on_body(self, data: bytes) -> None:
-        pass
-
-    def on_complete(self) -> None:
-        pass
-
-    def on_lost(self, error: Exception) -> None:
-        if not self.status.done():
-            self.status.set_exception(error)
+POD_HEADER = b"x-kvern-pod"  # the name of the pod that answers, where it is one
 
 
 async def probe_replica(replica: Replica, timeout: float) -> Probe | None:
-    """Ask once. None: no answer within `timeout` seconds. A server without /ready (404) counts as ready."""
-    connection = None
-    answer = _Answer()
+    """Ask once. None: no answer within `timeout` seconds. A server without /ready (404) counts as ready.
+
+    An address outlives its pod: somebody else may have it by now, who answers, too. So a replica that says its name is
+    believed by it, and one that has said it once says it always.
+    """
     try:
         async with asyncio.timeout(timeout):
-            connection = await replica.pool.acquire(fresh=True)
-            path = f"{replica.spec.base}/ready".encode()
-            head = b"GET " + path + b" HTTP/1.1\r\nhost: " + replica.authority + b"\r\nconnection: close\r\n"
-            connection.send(answer, head + b"user-agent: kvern-router\r\naccept: */*\r\n\r\n")
-            status = await answer.status
+            head = (await fetch(replica.pool, f"{replica.spec.base}/ready", replica.authority)).head
     except TimeoutError:
         return None
     except OSError:
         return Probe.UNREACHABLE
-    finally:
-        if connection is not None:
-            connection.drop(answer)  # unless its answer is complete, and it somebody else's
-    return Probe.READY if status < 400 or status == 404 else Probe.NOT_READY
+    name = head.header(POD_HEADER)
+    if name is None and replica.says_name:
+        return Probe.SOMEBODY_ELSE
+    if name is not None:
+        if name != replica.name.encode():
+            return Probe.SOMEBODY_ELSE
+        replica.says_name = True
+    return Probe.READY if head.status < 400 or head.status == 404 else Probe.NOT_READY
 
 
 async def probe_forever(fleet: Fleet, replica: Replica, settings: Settings) -> None:

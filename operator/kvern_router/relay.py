@@ -18,6 +18,8 @@ from kvern_router.upstream import UpstreamConnection
 if TYPE_CHECKING:
     from kvern_router.exchange import Exchange
     from kvern_router.fleet import Replica
+    from kvern_router.tenants import Use
+    from kvern_router.usage import Usage
 
 HOLD_BACK_BYTES = 64 * 1024
 HEAD_SECONDS = 5.0  # then the head of an event stream goes out without a body (which keeps it retryable)
@@ -65,6 +67,8 @@ class Relay:
         self._held_bytes = 0
         self._refusal = False
         self._timer: asyncio.TimerHandle | None = None
+        self._use: Use | None = None  # of a tenant whose tokens are counted
+        self._usage: Usage | None = None
         self.connection = connection
         self.streaming = False  # bytes of a body went out
         self.outcome: asyncio.Future[Outcome] = self._loop.create_future()
@@ -82,6 +86,9 @@ class Relay:
             self._timer = self._loop.call_later(HEAD_SECONDS, self.move, "its refusal did not end")
             return
         self._replica.health.served(self._began)
+        use = self._exchange.request.use
+        if use is not None and use.counts:
+            self._use, self._usage = use, use.answer(head)
         if head.is_sse:
             self._gate = LineGate()
             self._timer = self._loop.call_later(HEAD_SECONDS, self._let_head_go)
@@ -89,6 +96,11 @@ class Relay:
     def on_body(self, data: bytes) -> None:
         if self._gate is not None:
             data = self._gate.feed(data)
+            if not data:
+                return
+        if self._use is not None and self._usage is not None:
+            data = self._usage.feed(data)
+            self._use.generated()
             if not data:
                 return
         if self.streaming:

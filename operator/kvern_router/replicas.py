@@ -4,8 +4,18 @@
                                        "state": "ready", "uid": "..."}]}
 
 `name` and `url` are required; `state` is "ready" or "draining" (gets nothing new); `weight` is the share of load, 0 for
-none; `uid` tells a replaced pod from the old one. Fields that this version does not know are ignored, so that a newer
-operator can write for an older router. EndpointSlices can become a second source of the same `ReplicaList`.
+none; `uid` tells a replaced pod from the old one. Beside them there may be:
+
+    "hosts": [{"name": "smollm2-0", "host": "smollm2-0.smollm2-engines.default.svc.cluster.local", "port": 8000}]
+
+the DNS names of all replicas that shall serve, loading ones too: where a name has no address under "replicas", or one
+that does not answer, the router looks it up and asks whom it finds whether it is ready. So it finds a replica once it
+answers, and a replaced one also while nobody writes this file.
+
+    "limits": {"requestsPerMinute": 60, "tokensPerMinute": 100000}, "routers": ["10.0.0.9:8000"]
+
+limits of a tenant, and the routers that share them. Fields that this version does not know are ignored, so that a newer
+operator can write for an older router.
 """
 
 from __future__ import annotations
@@ -20,8 +30,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvern_router.limits import Limits
+
 log = logging.getLogger("kvern.router")
 STATES = ("ready", "draining")
+NO_LIMITS = Limits()
+FOUND = "found"  # by its DNS name: its own word decides whether it is ready
 
 
 class ReplicasError(ValueError):
@@ -47,11 +61,28 @@ class ReplicaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HostSpec:
+    """A replica by its DNS name."""
+
+    name: str
+    host: str
+    port: int
+    weight: float = 1.0
+
+    def at(self, address: str) -> ReplicaSpec:
+        """The replica where the name leads to."""
+        return ReplicaSpec(self.name, address, self.port, "", self.weight, FOUND)
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaList:
     """The whole file; `model` may be ""."""
 
     model: str = ""
     replicas: tuple[ReplicaSpec, ...] = ()
+    hosts: tuple[HostSpec, ...] = ()
+    limits: Limits = NO_LIMITS
+    routers: tuple[tuple[str, int], ...] = ()
 
 
 def parse_replicas(text: str) -> ReplicaList:
@@ -66,28 +97,79 @@ def parse_replicas(text: str) -> ReplicaList:
     if not isinstance(model, str):
         raise ReplicasError(f"model: {model!r}; expected a string")
     replicas = tuple(_entry(f"replicas[{i}]", entry) for i, entry in enumerate(document["replicas"]))
-    names = [r.name for r in replicas]
-    for name in names:
-        if names.count(name) > 1:
-            raise ReplicasError(f"replicas: the name {name!r} occurs {names.count(name)} times; names must differ")
-    return ReplicaList(model, replicas)
+    hosts = tuple(_host(f"hosts[{i}]", entry) for i, entry in enumerate(_list(document, "hosts")))
+    for field, names in (("replicas", [r.name for r in replicas]), ("hosts", [h.name for h in hosts])):
+        for name in names:
+            if names.count(name) > 1:
+                raise ReplicasError(f"{field}: the name {name!r} occurs {names.count(name)} times; names must differ")
+    routers = tuple(_router(f"routers[{i}]", entry) for i, entry in enumerate(_list(document, "routers")))
+    return ReplicaList(model, replicas, hosts, _limits(document.get("limits")), routers)
+
+
+def _list(document: dict[str, Any], field: str) -> list[Any]:
+    value = document.get(field, [])
+    if not isinstance(value, list):
+        raise ReplicasError(f"{field}: {value!r}; expected a list")
+    return value
+
+
+def _limits(value: Any) -> Limits:
+    if value is None:
+        return NO_LIMITS
+    if not isinstance(value, dict):
+        raise ReplicasError(f"limits: {value!r}; expected an object")
+    found = []
+    for field in ("requestsPerMinute", "tokensPerMinute"):
+        number = value.get(field)
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ReplicasError(f"limits.{field}: {number!r}; expected a whole number of at least 1")
+        found.append(number)
+    return Limits(*found)
+
+
+def _host(path: str, entry: Any) -> HostSpec:
+    if not isinstance(entry, dict):
+        raise ReplicasError(f'{path}: {entry!r}; expected an object with "name", "host" and "port"')
+    host, port = entry.get("host"), entry.get("port")
+    if not isinstance(host, str) or not host:
+        raise ReplicasError(f"{path}.host: {host!r}; expected a non-empty string")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        raise ReplicasError(f"{path}.port: {port!r}; expected a number from 1 to 65535")
+    return HostSpec(_name(path, entry), host, port, _weight(path, entry))
+
+
+def _router(path: str, value: Any) -> tuple[str, int]:
+    host, port, base = _split(path, f"http://{value}")
+    if base:
+        raise ReplicasError(f"{path}: {value!r}; expected host:port")
+    return host, port
+
+
+def _name(path: str, entry: dict[str, Any]) -> str:
+    name = entry.get("name")
+    if not isinstance(name, str) or not name:
+        raise ReplicasError(f"{path}.name: {name!r}; expected a non-empty string")
+    return name
+
+
+def _weight(path: str, entry: dict[str, Any]) -> float:
+    weight = entry.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        raise ReplicasError(f"{path}.weight: {weight!r}; expected a number of at least 0")
+    return float(weight)
 
 
 def _entry(path: str, entry: Any) -> ReplicaSpec:
     if not isinstance(entry, dict):
         raise ReplicasError(f'{path}: {entry!r}; expected an object with "name" and "url"')
-    name, uid, state = entry.get("name"), entry.get("uid", ""), entry.get("state", "ready")
-    if not isinstance(name, str) or not name:
-        raise ReplicasError(f"{path}.name: {name!r}; expected a non-empty string")
+    name, uid, state = _name(path, entry), entry.get("uid", ""), entry.get("state", "ready")
     if not isinstance(uid, str):
         raise ReplicasError(f"{path}.uid: {uid!r}; expected a string")
     if state not in STATES:
         raise ReplicasError(f"{path}.state: {state!r}; expected one of {', '.join(STATES)}")
-    weight = entry.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
-        raise ReplicasError(f"{path}.weight: {weight!r}; expected a number of at least 0")
+    weight = _weight(path, entry)
     host, port, base = _split(f"{path}.url", entry.get("url"))
-    return ReplicaSpec(name, host, port, base, float(weight), state, uid)
+    return ReplicaSpec(name, host, port, base, weight, state, uid)
 
 
 def _split(path: str, url: Any) -> tuple[str, int, str]:

@@ -16,14 +16,19 @@ from kvern_router.errors import RouterError, bad_request
 from kvern_router.exchange import Exchange
 from kvern_router.fleet import Fleet, Replica
 from kvern_router.http1 import Request
+from kvern_router.lookup import Lookup
 from kvern_router.metrics import CONTENT_TYPE, RouterMetrics
+from kvern_router.peers import PATH as PEERS_PATH
+from kvern_router.peers import Peers
 from kvern_router.probe import probe_forever
 from kvern_router.replicas import WatchedFile, parse_replicas
 from kvern_router.settings import Settings
+from kvern_router.tenants import Tenants
 
 log = logging.getLogger("kvern.router")
 BACKLOG = 4096
 SWEEP_SECONDS = 1.0
+FIRST_LOOK_SECONDS = 0.5  # at most, for the listed replicas to say whether they are ready, before clients are let in
 Answer = tuple[int, bytes, bytes]  # status, content type, body
 
 
@@ -39,6 +44,8 @@ class Router:
         self.metrics = RouterMetrics(self.fleet)
         self._access_log = access_log
         self._keys = ApiKeys() if settings.api_keys_file is not None else None
+        self._tenants = Tenants(self.metrics)
+        self._peers = Peers(self._tenants, self._keys, settings.connect_timeout)
         self._server: asyncio.Server | None = None
         self._admin_server: asyncio.Server | None = None
         self._ended = asyncio.Event()  # some request has
@@ -48,12 +55,21 @@ class Router:
         """Read the files and listen. Raises OSError (address in use) and ValueError (no API key in the file)."""
         loop = asyncio.get_running_loop()
         keys_file = self.settings.api_keys_file
-        if self._keys is not None and keys_file is not None:
-            self._keys.load(keys_file.read_text())
-            self._tasks.append(loop.create_task(WatchedFile(keys_file, self._keys.load).watch()))
+        if keys_file is not None:
+            try:
+                self._load_keys(keys_file.read_text())
+            except OSError as error:
+                why = f"the API keys file {keys_file} cannot be read ({error.strerror})"
+                raise ValueError(f"{why}; in a cluster it is the entry {keys_file.name!r} of a Secret") from None
+            self._tasks.append(loop.create_task(WatchedFile(keys_file, self._load_keys).watch()))
         self._tasks.append(loop.create_task(WatchedFile(self.settings.replicas_file, self._load_replicas).watch()))
         self._tasks.append(loop.create_task(self._sweep()))
+        self._tasks.append(loop.create_task(self._peers.ask_forever()))
         await asyncio.sleep(0)  # the files are read before the first request is
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LOOK_SECONDS):
+                await self.fleet.looked.wait()
+        self._tasks.append(loop.create_task(Lookup(self.fleet).run()))
         host, port = self.settings.listen
         self._server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=BACKLOG)
         if self.settings.metrics_listen is not None:
@@ -137,12 +153,16 @@ class Router:
             return self._ready()
         if path == b"/-/replicas":
             return _json(200, {"model": self.fleet.model, "replicas": self.fleet.describe()})
+        if path == PEERS_PATH.encode():
+            return _json(200, self._peers.answer(request))
         raise bad_request(f"There is nothing at {path[:200].decode('latin-1')}", status=404, code="not_found")
 
     def admit(self, request: Request) -> None:
-        """Whether the request may go on to a replica. Raises RouterError (401). Limits a tenant belong here."""
+        """Whether the request may go on to a replica. Raises RouterError (401, 429)."""
         if self._keys is not None and request.method != b"OPTIONS":
-            self._keys.tenant(request)
+            request.tenant = self._keys.tenant(request)
+        if request.method == b"POST":
+            request.use, request.extra = self._tenants.admit(request.tenant, request.size)
 
     def account(self, request: Request, peer: bytes, status: int, summary: dict[str, Any]) -> None:
         """Count and log a request that has ended."""
@@ -160,6 +180,7 @@ class Router:
                 "status": status,
                 "seconds": round(now - request.began, 4),
                 "bytes_in": request.size,
+                **({"tenant": request.tenant} if request.tenant else {}),
                 **summary,
             }
         )
@@ -176,7 +197,15 @@ class Router:
         return _json(503, {"status": "no replica is ready"})
 
     def _load_replicas(self, text: str) -> None:
-        self.fleet.update(parse_replicas(text))
+        listed = parse_replicas(text)
+        self.fleet.update(listed)
+        self._tenants.limit(listed.limits)
+        self._peers.addresses = listed.routers
+
+    def _load_keys(self, text: str) -> None:
+        assert self._keys is not None
+        self._keys.load(text)
+        self._tenants.keep(self._keys.tenants)
 
     def _probe(self, replica: Replica) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(probe_forever(self.fleet, replica, self.settings))

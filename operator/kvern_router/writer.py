@@ -40,7 +40,7 @@ class ResponseWriter:
     def start(self, head: ResponseHead, keep_alive: bool) -> None:
         """Take over a replica's head; it goes out with the first bytes, or with `flush`."""
         request = self._request
-        headers = response_headers(head, request.request_id)
+        headers = response_headers(head, request.request_id) + request.extra
         if request.method == b"HEAD" or head.status in (204, 304):
             self._framing = Framing.NONE
             if head.length is not None and head.status != 204:

@@ -63,25 +63,28 @@ Handler = Callable[[Seen, asyncio.StreamReader, asyncio.StreamWriter], Awaitable
 class Replica:
     """A fake engine. `handler` answers everything but /ready; `ready` is /ready's status, None: no answer at all."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, host: str = "127.0.0.1", port: int = 0) -> None:
         self.name = name
+        self.host = host
+        self.says_name: str | None = None  # in the answers to probes
+        self.probes = 0
         self.ready: int | None = 200
         self.handler: Handler = self.answer
         self.seen: list[Seen] = []
         self.connections = 0  # but for probes
         self.disconnects = 0  # clients that went away before their answer was complete
-        self.port = 0
+        self.port = port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> Replica:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=1 << 26)
+        self._server = await asyncio.start_server(self._serve, self.host, self.port, limit=1 << 26)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def kill(self) -> None:
         """Like SIGKILL: every connection is reset, nobody listens."""
@@ -107,10 +110,12 @@ class Replica:
                 assert not [v for n, v in headers if n == "transfer-encoding"]
                 seen = Seen(method, target, headers, await reader.readexactly(length))
                 if target == "/ready":
+                    self.probes += 1
                     if self.ready is None:
                         await reader.read()
                         return
-                    writer.write(b"HTTP/1.1 %d x\r\ncontent-length: 0\r\n\r\n" % self.ready)
+                    said = f"x-kvern-pod: {self.says_name}\r\n".encode() if self.says_name else b""
+                    writer.write(b"HTTP/1.1 %d x\r\n%bcontent-length: 0\r\n\r\n" % (self.ready, said))
                     return
                 self.connections += first_request
                 first_request = False
@@ -231,12 +236,14 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "replicas.json"
+        self.more: dict[str, Any] = {}  # what the file says beside the replicas
         self.replicas: list[Replica] = []
         self.router: Router = None  # type: ignore[assignment]
         self._clients: list[Client] = []
 
-    async def replica(self, name: str | None = None, handler: Handler | None = None) -> Replica:
-        replica = await Replica(name or f"r{len(self.replicas)}").start()
+    async def replica(self, name: str | None = None, handler: Handler | None = None, **place: Any) -> Replica:
+        """A running replica; `place`: its host and port."""
+        replica = await Replica(name or f"r{len(self.replicas)}", **place).start()
         if handler is not None:
             replica.handler = handler
         self.replicas.append(replica)
@@ -247,7 +254,7 @@ class Bench:
         if entries is None:
             entries = [{"name": r.name, "url": r.url, "state": states.get(r.name, "ready")} for r in self.replicas]
         temporary = self.file.with_suffix(".new")
-        temporary.write_text(json.dumps({"model": "tiny", "replicas": entries}))
+        temporary.write_text(json.dumps({"model": "tiny", "replicas": entries, **self.more}))
         temporary.replace(self.file)
 
     async def start(self, count: int = 0, access_log: AccessLog | None = None, **settings: Any) -> Router:

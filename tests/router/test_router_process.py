@@ -261,3 +261,7 @@ def test_what_keeps_it_from_starting_is_said(tmp_path: Path, caplog: pytest.LogC
     common = ["--listen", "127.0.0.1:0", "--replicas-file", str(tmp_path / "none.json"), "--no-access-log"]
     assert main([*common, "--api-keys-file", str(keys)]) == 1
     assert "cannot start: the API keys file holds no key; expected one a line" in caplog.text
+    keys.unlink()
+    assert main([*common, "--api-keys-file", str(keys)]) == 1
+    why = f"the API keys file {keys} cannot be read (No such file or directory)"
+    assert f"cannot start: {why}; in a cluster it is the entry 'keys' of a Secret" in caplog.text

@@ -14,15 +14,24 @@ from kvern_router.errors import RouterError
 from kvern_router.health import HUNG_AFTER, MAX_SKIP, Health, Probe
 from kvern_router.http1 import Request, check_head, request_head
 from kvern_router.policy import Policy
-from kvern_router.replicas import ReplicasError, parse_replicas
+from kvern_router.replicas import HostSpec, ReplicasError, parse_replicas
 from kvern_router.settings import parse_args
 from kvern_router.sse import MAX_LINE, LineGate, error_event, opening_error
 
 # health
 
 
-def test_one_crash_that_takes_many_requests_is_one_failure() -> None:
+def test_who_has_not_spoken_gets_nothing() -> None:
     health = Health()
+    assert not health.available(0.0)
+    health.probed(Probe.SOMEBODY_ELSE, 0.0, 0.1)
+    assert not health.available(0.1)
+    health.probed(Probe.READY, 0.2, 0.3)
+    assert health.available(0.3)
+
+
+def test_one_crash_that_takes_many_requests_is_one_failure() -> None:
+    health = Health(Probe.READY)
     for _ in range(50):
         health.failed(began=1.0, now=10.0)
     assert health.failures == 1
@@ -109,10 +118,34 @@ def test_a_list_of_replicas_is_read_and_what_is_unknown_ignored() -> None:
     assert (b.host, b.port, b.base, b.weight, b.state) == ("::1", 9, "/base", 2.0, "draining")
 
 
+def test_names_limits_and_routers_are_read_beside_the_list() -> None:
+    more = {
+        "hosts": [{"name": "a", "host": "a.b.svc", "port": 8000, "weight": 2, "later": 1}],
+        "limits": {"requestsPerMinute": 5, "later": 1},
+        "routers": ["10.0.0.1:8000", "[::1]:8000"],
+    }
+    listed = parse_replicas(json.dumps({"replicas": [], **more}))
+    assert listed.hosts == (HostSpec("a", "a.b.svc", 8000, 2.0),)
+    assert (listed.limits.requests, listed.limits.tokens) == (5, None)
+    assert listed.routers == (("10.0.0.1", 8000), ("::1", 8000))
+    assert not parse_replicas('{"replicas": []}').limits.any
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
         ("{", "not JSON"),
+        ({"replicas": [], "hosts": {}}, "hosts: {}; expected a list"),
+        ({"replicas": [], "hosts": [{"name": "a", "port": 1}]}, "hosts[0].host: None; expected a non-empty string"),
+        ({"replicas": [], "hosts": [{"name": "a", "host": "a", "port": 0}]}, "hosts[0].port: 0; expected a number"),
+        ({"replicas": [], "hosts": [{"name": "a", "host": "a", "port": 1}] * 2}, "hosts: the name 'a' occurs 2 times"),
+        ({"replicas": [], "limits": 3}, "limits: 3; expected an object"),
+        (
+            {"replicas": [], "limits": {"tokensPerMinute": 0}},
+            "limits.tokensPerMinute: 0; expected a whole number of at least 1",
+        ),
+        ({"replicas": [], "routers": ["a:b"]}, "routers[0]: 'http://a:b'; expected http://host:port"),
+        ({"replicas": [], "routers": ["a:1/x"]}, "routers[0]: 'a:1/x'; expected host:port"),
         ([], 'expected an object {"model": "...", "replicas": [...]}'),
         ({"replicas": [{"url": "http://a:1"}]}, "replicas[0].name: None; expected a non-empty string"),
         ({"replicas": [{"name": "a", "url": "a:1"}]}, "replicas[0].url: 'a:1'; expected http://host:port"),

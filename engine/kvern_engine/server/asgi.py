@@ -40,6 +40,7 @@ class RequestContext:
     first_token: float | None = None  # when a stream's first tokens were here
     finish: str | None = None
     error: str | None = None  # the code of the error that was answered
+    says_usage: bool = False  # a stream says its usage in a comment: a router asked, which keeps limits by it
 
 
 def new_id() -> str:
@@ -171,12 +172,20 @@ async def _stream(session: Session, renderer: Renderer, context: RequestContext,
         while True:
             body = renderer.events(pieces, session)
             if session.done:
-                body += renderer.end(session.usage()) + DONE
+                body += renderer.end(session.usage()) + _ending(session, context)
                 break
             if body:
                 await direct({"type": "http.response.body", "body": body, "more_body": True})
             pieces = await session.next()
     except ApiError as e:
         context.finish, context.error = "error", e.code
-        body = b"data: " + e.encode() + b"\n\n" + DONE
+        body = b"data: " + e.encode() + b"\n\n" + _ending(session, context)
     await direct({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _ending(session: Session, context: RequestContext) -> bytes:
+    """The last event; before it the usage where a router asked for it, as a comment, which clients skip."""
+    if not context.says_usage:
+        return DONE
+    usage = session.usage()
+    return b": kvern-usage %d %d\n\n" % (usage.prompt_tokens, usage.completion_tokens) + DONE

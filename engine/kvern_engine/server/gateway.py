@@ -51,6 +51,7 @@ class Gateway:
         given = header(scope, b"x-request-id")
         request_id = given if given and _ID.fullmatch(given) else new_id()
         context = RequestContext(request_id, time.monotonic(), send=send)
+        context.says_usage = header(scope, b"x-kvern-usage") == "comment"
         scope["kvern"] = context
 
         async def sending(message: Message) -> None:

@@ -1,5 +1,6 @@
 """`/v1/models` and the endpoints about the server itself: health, readiness, version, metrics."""
 
+import os
 import time
 from typing import Any
 
@@ -66,9 +67,10 @@ class InfoEndpoints:
             for e in self._state.client.views()
         ]
         content = {"status": state, "in_flight": self._state.metrics.in_flight(), "engines": engines}
-        return json_response(
-            content, 200 if state == "ready" else 503, {} if state == "ready" else {"Retry-After": "1"}
-        )
+        headers = {} if state == "ready" else {"Retry-After": "1"}
+        if pod := os.environ.get("KVERN_POD_NAME"):
+            headers["X-Kvern-Pod"] = pod  # an address goes to another pod: routers must know whom they have asked
+        return json_response(content, 200 if state == "ready" else 503, headers)
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": self._state.version})

@@ -55,6 +55,28 @@ def test_stream_over_prompts_and_choices(live: Setup, http: httpx.Client) -> Non
         assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["stop"] and own[-1]["finish_reason"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_says_its_usage_in_a_comment_where_a_router_asks(live: Setup, http: httpx.Client, path: str) -> None:
+    body = {"prompt": "And God"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    body["stream"] = True
+    usage = http.post(path, json={**body, "stream_options": {"include_usage": True}}).text.split("\n\n")[-3]
+    said = httpx.Response(200, text=usage.removeprefix("data: ")).json()["usage"]
+    plain = http.post(path, json=body).text
+    assert "kvern-usage" not in plain
+    asked = http.post(path, json=body, headers={"X-Kvern-Usage": "comment"}).text
+    comment = f": kvern-usage {said['prompt_tokens']} {said['completion_tokens']}\n\ndata: [DONE]\n\n"
+    assert asked.endswith(comment)
+    assert asked.count("\n\n") == plain.count("\n\n") + 1
+
+
+def test_a_pod_says_its_name_to_whoever_asks_whether_it_is_ready(
+    live: Setup, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "x-kvern-pod" not in http.get("/ready").headers
+    monkeypatch.setenv("KVERN_POD_NAME", "smol-r0-0")
+    assert http.get("/ready").headers["x-kvern-pod"] == "smol-r0-0"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs(live: Setup, http: httpx.Client, stream: bool) -> None:
     response = complete(http, echo=True, logprobs=2, stream=stream, n=2)

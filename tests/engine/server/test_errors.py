@@ -239,7 +239,8 @@ def test_refusal_of_the_engine_is_a_400(live: Setup, http: httpx.Client, stream:
 def test_engine_failure_in_mid_stream(live: Setup, http: httpx.Client) -> None:
     core = live.cores[0]
     core.step_seconds = 0.02
-    with http.stream("POST", CHAT, json={"messages": HI, "stream": True, "ignore_eos": True}) as response:
+    body = {"messages": HI, "stream": True, "ignore_eos": True}
+    with http.stream("POST", CHAT, json=body, headers={"X-Kvern-Usage": "comment"}) as response:
         assert response.status_code == 200
         lines = []
         for line in response.iter_lines():
@@ -247,5 +248,6 @@ def test_engine_failure_in_mid_stream(live: Setup, http: httpx.Client) -> None:
             if '"content":"In"' in line:
                 core.refuse = "the device is on fire"
     data = [line for line in lines if line]
+    assert data.pop(-2).startswith(": kvern-usage "), "what was generated is paid for"
     assert data[-1] == "data: [DONE]" and data[-2].startswith('data: {"error":{"message":"the device is on fire"')
     assert '"code":"engine_error"' in data[-2]
