@@ -18,9 +18,8 @@ from kit import Client, Object, Service, eventually
 FULL = bool(os.environ.get("KVERN_E2E_FULL"))
 STREAMS = 50
 MODEL = "load"
-# Tokens of a stream and how many times slower than an H200 the engine is: a minute each in full runs, else 20 seconds.
-TOKENS, SPEED = (1300, 0.1) if FULL else (200, 0.05)
-PACE = {"device": "sim", "sim-speed": SPEED}
+TOKENS = 650 if FULL else 200  # of a stream: a minute in full runs, else 20 seconds
+PACE = {"device": "sim", "sim-speed": 0.05}  # ten tokens a second
 FAST = {"device": "sim", "sim-speed": 20}
 STREAM_SECONDS = 75 if FULL else 30  # within which a stream ends that nobody disturbs
 
@@ -84,7 +83,7 @@ def verdicts(rows: Iterable[Object], events: list[Event]) -> list[Verdict]:
             spans = [seconds for at, seconds in row["pauses"] if at < later and at + seconds > event.begin]
             if not row["pauses"] and row["end"] >= event.begin and row["start"] < later:
                 spans.append(row["longest"])  # too short to be listed with its moment
-            one.longest_pause = max(one.longest_pause, *spans)
+            one.longest_pause = max([one.longest_pause, *spans])
         found.append(one)
     return found
 
