@@ -21,6 +21,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 CACHE = Path(os.environ.get("KVERN_E2E_CACHE") or Path.home() / ".cache" / "kvern-e2e")
@@ -28,14 +29,17 @@ TOOLS = CACHE / "tools"
 START_SECONDS = 180.0
 STOP_SECONDS = 10.0
 TOKEN = "kvern-e2e-admin"  # of a server on loopback that lives for a test
+ADMIN = "admin"
+# In the order in which they end: nobody is to lose what it talks to.
+PROGRAMS = ("kwok", "kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd")
 AUDIT_POLICY = Path(__file__).with_name("audit.yaml")
 
 KUBECONFIG = """\
 apiVersion: v1
 kind: Config
 clusters: [{{name: kvern, cluster: {{server: "https://127.0.0.1:{port}", certificate-authority: "{ca}"}}}}]
-users: [{{name: admin, user: {{token: {token}}}}}]
-contexts: [{{name: kvern, context: {{cluster: kvern, user: admin}}}}]
+users: [{{name: "{user}", user: {{token: {token}}}}}]
+contexts: [{{name: kvern, context: {{cluster: kvern, user: "{user}"}}}}]
 current-context: kvern
 """
 
@@ -56,12 +60,17 @@ def free_ports(count: int) -> list[int]:
             one.close()
 
 
-def start(folder: Path, controllers: bool = False) -> Path:
-    """Start a control plane whose files lie in `folder`; returns its kubeconfig. Raises ControlPlaneError."""
-    wanted = ["etcd", "kube-apiserver"] + (["kube-controller-manager"] if controllers else [])
-    missing = [name for name in wanted if not (TOOLS / name).exists()]
-    if missing:
-        raise ControlPlaneError(f"{', '.join(missing)} not in {TOOLS}; run e2e/cluster/offline/binaries.sh control")
+def start(
+    folder: Path,
+    controllers: bool = False,
+    users: Mapping[str, str] | None = None,
+    flags: Mapping[str, Sequence[str]] | None = None,
+) -> Path:
+    """Start a control plane whose files lie in `folder`; returns its administrator's kubeconfig. `users` are others who
+    may come in (name -> groups, commas between; see kubeconfig_of), `flags` more arguments of a program by its name.
+    Raises ControlPlaneError."""
+    _need("etcd", "kube-apiserver", *(("kube-controller-manager",) if controllers else ()))
+    flags = flags or {}
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     stop(folder)  # of an earlier start
@@ -82,7 +91,8 @@ def start(folder: Path, controllers: bool = False) -> Path:
     key, tokens = folder / "service-accounts.pem", folder / "tokens.csv"
     if not key.exists():
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
-    tokens.write_text(f"{TOKEN},admin,admin,system:masters\n")
+    everyone = {ADMIN: "system:masters", **(users or {})}
+    tokens.write_text("".join(f'{_token(user)},{user},{user},"{groups}"\n' for user, groups in everyone.items()))
     _run(
         folder,
         "kube-apiserver",
@@ -98,28 +108,56 @@ def start(folder: Path, controllers: bool = False) -> Path:
         "--service-cluster-ip-range=10.96.0.0/16",
         f"--audit-policy-file={AUDIT_POLICY}",
         f"--audit-log-path={folder / 'audit.log'}",
+        *flags.get("kube-apiserver", ()),
     )
-    kubeconfig = folder / "kubeconfig"
     _wait_until_ready(folder, port)
-    ca = folder / "certificates" / "apiserver.crt"
-    kubeconfig.write_text(KUBECONFIG.format(port=port, ca=ca, token=TOKEN))
+    (folder / "port").write_text(str(port))
+    kubeconfig = kubeconfig_of(folder, ADMIN)
     if controllers:
         _run(
             folder,
             "kube-controller-manager",
             f"--kubeconfig={kubeconfig}",
             f"--service-account-private-key-file={key}",
-            f"--root-ca-file={ca}",
+            f"--root-ca-file={folder / 'certificates' / 'apiserver.crt'}",
             "--use-service-account-credentials",
             "--leader-elect=false",
             "--secure-port=0",
+            *flags.get("kube-controller-manager", ()),
         )
     return kubeconfig
 
 
+def kubeconfig_of(folder: Path, user: str) -> Path:
+    """The path of a kubeconfig for one of the users that start() was given, written anew."""
+    name = "kubeconfig" if user == ADMIN else f"kubeconfig-{user.rpartition(':')[2]}"
+    path, ca = folder.absolute() / name, folder.absolute() / "certificates" / "apiserver.crt"
+    port = (folder / "port").read_text()
+    path.write_text(KUBECONFIG.format(port=port, ca=ca, user=user, token=_token(user)))
+    return path
+
+
+def run_beside(folder: Path, name: str, *arguments: str) -> None:
+    """Start one of PROGRAMS for the control plane in `folder`; stop() ends it. Raises ControlPlaneError."""
+    _need(name)
+    _run(folder.absolute(), name, *arguments)
+
+
+def _token(user: str) -> str:
+    return TOKEN if user == ADMIN else f"kvern-e2e-{user.rpartition(':')[2]}"
+
+
+def _need(*names: str) -> None:
+    missing = [name for name in names if not (TOOLS / name).exists()]
+    if missing:
+        group = {"kube-scheduler": "scheduler", "kwok": "kwok"}
+        groups = " ".join(dict.fromkeys(group.get(name, "control") for name in missing))
+        raise ControlPlaneError(f"{', '.join(missing)} not in {TOOLS}; run e2e/cluster/offline/binaries.sh {groups}")
+
+
 def stop(folder: Path) -> None:
-    """End what start() started in `folder`, in the order that loses nothing; not there is fine."""
-    for name in ("kube-controller-manager", "kube-apiserver", "etcd"):
+    """End what start() and run_beside() started in `folder`, in the order that loses nothing; not there is fine."""
+    for name in PROGRAMS:
         file = folder / f"{name}.pid"
         pid = int(file.read_text()) if file.exists() else None
         if pid is not None and _is(pid, name):

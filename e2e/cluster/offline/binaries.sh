@@ -1,7 +1,8 @@
 #!/bin/bash
 # binaries.sh GROUP...: static programs from their Go modules, each kept as bin/NAME@VERSION and linked into tools/.
-# Groups: control (API server, etcd, kubectl, controllers), kind, helm, engine, node, metrics, kwok. A program that is there
-# already is kept, so an interrupted run goes on where it was. Everything cold: about 20 minutes on two cores.
+# Groups: control (API server, etcd, kubectl, controllers), scheduler, kind, helm, engine, node, metrics, kwok.
+# A program that is there already is kept, so an interrupted run goes on where it was. Everything cold: about 20 minutes
+# on two cores.
 . "$(dirname "$0")/../lib.sh"
 export CGO_ENABLED=0 GOCACHE=$CACHE/go/build GOMODCACHE=$CACHE/go/pkg GOTOOLCHAIN=local GOWORK=off
 JOBS=${KVERN_E2E_GO_JOBS:-2}
@@ -119,6 +120,7 @@ for group in "$@"; do
       one etcd "$ETCD_VERSION" go.etcd.io/etcd/server/v3
       kubernetes kubectl kube-controller-manager ;;
     kubectl) kubernetes kubectl ;;
+    scheduler) kubernetes kube-scheduler ;;
     kind) one kind "$KIND_VERSION" sigs.k8s.io/kind ;;
     helm)
       one helm4 "$HELM4_VERSION" helm.sh/helm/v4/cmd/helm
@@ -136,7 +138,7 @@ for group in "$@"; do
     engine) ours runc-wrap ;;
     metrics) one metrics-server "$METRICS_SERVER_VERSION" sigs.k8s.io/metrics-server/cmd/metrics-server ;;
     kwok) one kwok "$KWOK_VERSION" sigs.k8s.io/kwok/cmd/kwok ;;
-    *) die "binaries.sh: no group '$group'; there are control, kubectl, kind, helm, engine, node, metrics, kwok" ;;
+    *) die "binaries.sh: no group '$group'; there are control, kubectl, scheduler, kind, helm, engine, node, metrics, kwok" ;;
   esac
 done
 [ -e "$TOOLS/helm" ] || [ ! -e "$TOOLS/helm4" ] || ln -sfn helm4 "$TOOLS/helm"
