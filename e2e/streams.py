@@ -19,7 +19,7 @@ FULL = bool(os.environ.get("KVERN_E2E_FULL"))
 STREAMS = 50
 MODEL = "load"
 TOKENS = 650 if FULL else 200  # of a stream: a minute in full runs, else 20 seconds
-PACE = {"device": "sim", "sim-speed": 0.05}  # ten tokens a second
+PACE = {"device": "sim", "sim-speed": "0.05"}  # ten tokens a second
 FAST = {"device": "sim", "sim-speed": 20}
 STREAM_SECONDS = 75 if FULL else 30  # within which a stream ends that nobody disturbs
 

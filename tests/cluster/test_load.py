@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvern_operator.api.load import load_text
+
 E2E = Path(__file__).resolve().parents[2] / "e2e"
 TEXT = st.text(alphabet="abc ", max_size=60)
 
@@ -131,3 +133,16 @@ def test_commands_of_a_page(tmp_path: Path) -> None:
     page.write_text("```\n$ echo other\nNAME\n```\n")
     with pytest.raises(AssertionError, match=r"said nothing of .'NAME'.:\nother"):
         pages.run_page(page, tmp_path)
+
+
+def test_the_service_under_load_is_a_valid_one() -> None:
+    """On the simulated device, slow enough for one client, and the calm one fast."""
+    sys.path.insert(0, str(E2E))
+    try:
+        import kit
+    finally:
+        sys.path.pop(0)
+    for args, speed in ((STREAMS.PACE, "0.05"), (STREAMS.FAST, "20")):
+        text = kit.manifest("load", **STREAMS.spec(engine={"args": args}))
+        found = load_text(text, "load").spec.engine.args
+        assert found["device"] == "sim" and str(found["sim-speed"]) == speed
