@@ -21,7 +21,7 @@ from .decode_fp8_triton import decode_fp8_kernel
 from .kv_cache import checked_scales
 from .launch_triton import after_previous, early_launch
 from .metadata import AttentionMetadata, DecodeWorkspace
-from .paged_triton import LOG2E, kv_pointers, online_softmax, piece_of, store_stats
+from .paged_triton import LOG2E, head_offsets, hide, kv_pointers, online_softmax, piece_of, queries_of, store_stats
 
 MAX_QUERY_LEN = 8
 
@@ -61,14 +61,13 @@ def _decode_kernel(
     used, begin, end = piece_of(seq_len, split, splits, min_tiles, BLOCK_N)
     if split >= used:
         return
-    first_token = row if MAX_Q == 1 else tl.load(query_start_ptr + row)
-    query_len = 1 if MAX_Q == 1 else tl.load(query_start_ptr + row + 1) - first_token
+    first_token, query_len = queries_of(row, query_start_ptr, MAX_Q)
 
     tile_rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, D_BLOCK)
     inside_d = dims < D
     inside = (tile_rows < query_len * GROUP)[:, None] & inside_d[None, :]
-    q_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * q_stride + (head * GROUP + tile_rows % GROUP) * D
+    q_offsets = head_offsets(first_token, tile_rows, head, q_stride, GROUP, D)
     q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=inside, other=0.0)
     visible = seq_len - query_len + tile_rows // GROUP  # the last position each tile row sees
 
@@ -84,17 +83,12 @@ def _decode_kernel(
         offsets = kv_pointers(0, row_table, positions, inside_n, dims, D, BS, BS % BLOCK_N == 0)
         mask = inside_n[:, None] & inside_d[None, :]
         k = tl.load(k_base + offsets, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        if MAX_Q == 1:
-            scores = tl.where(inside_n[None, :], scores, float("-inf"))
-        else:
-            scores = tl.where(positions[None, :] <= tl.minimum(visible, end - 1)[:, None], scores, float("-inf"))
+        scores = hide(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2, positions, visible, end, MAX_Q)
         weights, decay, top, total = online_softmax(scores, top, total)
         v = tl.load(v_base + offsets, mask=mask, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
 
-    out_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * (KV_HEADS * GROUP * D)
-    out_offsets += (head * GROUP + tile_rows % GROUP) * D
+    out_offsets = head_offsets(first_token, tile_rows, head, KV_HEADS * GROUP * D, GROUP, D)
     if used == 1:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         target = out_ptr + out_offsets[:, None] + dims[None, :]

@@ -10,7 +10,16 @@ import triton
 import triton.language as tl
 
 from .launch_triton import after_previous
-from .paged_triton import fp8_numbers, kv_pointers, online_softmax, piece_of, store_stats
+from .paged_triton import (
+    fp8_numbers,
+    head_offsets,
+    hide,
+    kv_pointers,
+    online_softmax,
+    piece_of,
+    queries_of,
+    store_stats,
+)
 
 
 @triton.jit
@@ -28,6 +37,13 @@ def _numbers(pointers, inside, WHOLE: tl.constexpr):
         return fp8_numbers(tl.load(pointers))
     else:
         return fp8_numbers(tl.load(pointers, mask=inside, other=0))
+
+
+@triton.jit
+def _store_words(target, even, odd, inside):
+    """The numbers of words side by side, in target's type."""
+    tl.store(target, even.to(target.dtype.element_ty), mask=inside)
+    tl.store(target + 1, odd.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["table_stride", "min_tiles"])
@@ -56,8 +72,7 @@ def decode_fp8_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """As `_decode_kernel`, with a cache of int16 words; `kv_stride` and `head_stride` are in words, of which a tile is
-    WORDS wide."""
+    """As `_decode_kernel` over a cache of int16 words, of which a tile is WORDS wide and strides consist."""
     after_previous()
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -67,21 +82,18 @@ def decode_fp8_kernel(
     used, begin, end = piece_of(seq_len, split, splits, min_tiles, BLOCK_N)
     if split >= used:
         return
-    first_token = row if MAX_Q == 1 else tl.load(query_start_ptr + row)
-    query_len = 1 if MAX_Q == 1 else tl.load(query_start_ptr + row + 1) - first_token
-
+    first_token, query_len = queries_of(row, query_start_ptr, MAX_Q)
     tile_rows = tl.arange(0, BLOCK_M)
     words = tl.arange(0, WORDS)
     inside_w = (words < D // 2)[None, :]
     inside = (tile_rows < query_len * GROUP)[:, None] & inside_w
-    q_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * q_stride + (head * GROUP + tile_rows % GROUP) * D
+    q_offsets = head_offsets(first_token, tile_rows, head, q_stride, GROUP, D)
     q_even = _load_query(q_ptr + q_offsets[:, None] + 2 * words[None, :], inside)
     q_odd = _load_query(q_ptr + q_offsets[:, None] + 2 * words[None, :] + 1, inside)
     visible = seq_len - query_len + tile_rows // GROUP  # the last position each tile row sees
     scale_log2 *= tl.load(kv_scales_ptr + head)
 
     k_base = kv_ptr + head.to(tl.int64) * head_stride
-    v_base = k_base + kv_stride
     row_table = table_ptr + row.to(tl.int64) * table_stride
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -89,36 +101,28 @@ def decode_fp8_kernel(
     odd = tl.zeros([BLOCK_M, WORDS], tl.float32)
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
-        inside_n = positions < end
         # Behind the end the last token is read again: cheaper than a mask for each load, and never seen.
         read = tl.minimum(positions, end - 1)
         offsets = kv_pointers(0, row_table, read, True, words, D // 2, BS, BS % BLOCK_N == 0)
         k_even, k_odd = _numbers(k_base + offsets, inside_w, D == 2 * WORDS)
         scores = tl.dot(q_even, tl.trans(k_even))
         scores = tl.dot(q_odd, tl.trans(k_odd), scores) * scale_log2
-        if MAX_Q == 1:
-            scores = tl.where(inside_n[None, :], scores, float("-inf"))
-        else:
-            scores = tl.where(positions[None, :] <= tl.minimum(visible, end - 1)[:, None], scores, float("-inf"))
+        scores = hide(scores, positions, visible, end, MAX_Q)
         weights, decay, top, total = online_softmax(scores, top, total)
         weights = weights.to(tl.float16)
-        v_even, v_odd = _numbers(v_base + offsets, inside_w, D == 2 * WORDS)
+        v_even, v_odd = _numbers(k_base + kv_stride + offsets, inside_w, D == 2 * WORDS)
         even = tl.dot(weights, v_even, even * decay[:, None])
         odd = tl.dot(weights, v_odd, odd * decay[:, None])
 
     v_scale = tl.load(kv_scales_ptr + KV_HEADS + head)
     even, odd = even * v_scale, odd * v_scale
-    out_offsets = (first_token + tile_rows // GROUP).to(tl.int64) * (KV_HEADS * GROUP * D)
-    out_offsets += (head * GROUP + tile_rows % GROUP) * D
+    out_offsets = head_offsets(first_token, tile_rows, head, KV_HEADS * GROUP * D, GROUP, D)
     if used == 1:
         share = 1.0 / tl.where(total > 0, total, 1.0)[:, None]
-        target = out_ptr + out_offsets[:, None] + 2 * words[None, :]
-        tl.store(target, (even * share).to(out_ptr.dtype.element_ty), mask=inside)
-        tl.store(target + 1, (odd * share).to(out_ptr.dtype.element_ty), mask=inside)
+        _store_words(out_ptr + out_offsets[:, None] + 2 * words[None, :], even * share, odd * share, inside)
         return
 
     piece = (row.to(tl.int64) * KV_HEADS + head) * splits + split
     part = partial_ptr + piece * (MAX_Q * GROUP * D) + tile_rows[:, None] * D + 2 * words[None, :]
-    tl.store(part, even, mask=inside)
-    tl.store(part + 1, odd, mask=inside)
+    _store_words(part, even, odd, inside)
     store_stats(stats_ptr, piece, tile_rows, top, total, MAX_Q * GROUP)

@@ -3,7 +3,9 @@
 kernel before it still runs, and wait there; the gap between two small kernels of a captured step shrinks.
 
 Every kernel launched with `early_launch()` begins with `after_previous()`, or with `wait_for_previous()` where it is
-large and calls `release_next()` when its work is nearly done: nothing before them may touch memory.
+large and calls `release_next()` when its work is nearly done. Before that it may read what was there before the kernel
+before it began: all of them wait first, so that whatever came earlier has ended. While a small kernel computes, the
+memory is idle: the next one's programs can meanwhile `bring_to_l2` what they will read first.
 KVERN_EARLY_LAUNCH=0 turns it off.
 """
 
@@ -43,6 +45,25 @@ def after_previous():
     """`wait_for_previous` and `release_next`."""
     wait_for_previous()
     release_next()
+
+
+@triton.jit
+def bring_to_l2(addresses, sizes):
+    """Ask for `sizes` bytes from each of `addresses` (int64), multiples of 16 both, to be in the L2 cache soon."""
+    if _EARLY:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred wanted;
+            setp.ne.u32 wanted, $2, 0;
+            @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [addresses, sizes],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @functools.cache

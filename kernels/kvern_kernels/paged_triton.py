@@ -36,6 +36,32 @@ def piece_of(seq_len, split, splits, min_tiles, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def queries_of(row, query_start_ptr, MAX_Q: tl.constexpr):
+    """(the first query token of a row, how many there are), of at most MAX_Q."""
+    if MAX_Q == 1:
+        return row, 1
+    else:
+        first = tl.load(query_start_ptr + row)
+        return first, tl.load(query_start_ptr + row + 1) - first
+
+
+@triton.jit
+def head_offsets(first_token, tile_rows, head, token_stride, GROUP: tl.constexpr, D: tl.constexpr):
+    """Where the query heads of KV head `head` begin that are a tile's rows, those of the first token first."""
+    tokens = (first_token + tile_rows // GROUP).to(tl.int64)
+    return tokens * token_stride + (head * GROUP + tile_rows % GROUP) * D
+
+
+@triton.jit
+def hide(scores, positions, visible, end, MAX_Q: tl.constexpr):
+    """Scores without those of tokens behind `end`, or behind the last position that a tile row sees."""
+    if MAX_Q == 1:
+        return tl.where((positions < end)[None, :], scores, float("-inf"))
+    else:
+        return tl.where(positions[None, :] <= tl.minimum(visible, end - 1)[:, None], scores, float("-inf"))
+
+
+@triton.jit
 def online_softmax(scores, top, total):
     """Takes a tile of scores (in powers of two) into the softmax of each row: its weights, what earlier sums shrink by,
     and the new maxima and totals."""

@@ -83,6 +83,8 @@ def test_plans_give_the_same_on_two_devices(scenario: Scenario, ranks: Ranks, la
 
 def tokens_of(model: str, **fields: Any) -> list[list[list[int]]]:
     with LLM(model, dtype="float32", num_gpu_blocks_override=256, max_num_seqs=16, **fields) as llm:
+        # A stage of several has none; a rank of several has NCCL's all-reduces in them.
+        assert ("graphs" in llm.worker_ready.load_seconds) == ("pipeline_parallel_size" not in fields)
         outs = llm.generate(TEXTS, PARAMS, use_tqdm=False)
     torch.cuda.empty_cache()
     return [[choice.token_ids for choice in out.outputs] for out in outs]

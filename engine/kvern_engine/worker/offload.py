@@ -10,6 +10,7 @@ when a copy may begin is decided here; `CudaCopies` alone talks to the device.
 
 import math
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -225,8 +226,8 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def pin_for_cuda(piece: Tensor) -> None:
-    """Locks the memory of `piece`. Not torch's pinned allocator, which rounds sizes up to powers of two. Raises
-    MemoryError where the system refuses."""
+    """Locks the memory of `piece` for as long as it lives. Not torch's pinned allocator, which rounds sizes up to
+    powers of two. Raises MemoryError where the system refuses."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     result = runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
     if int(result) != 0:
@@ -234,3 +235,6 @@ def pin_for_cuda(piece: Tensor) -> None:
             f"the system would not lock {piece.numel():,} bytes of host memory for cpu_offload_gb (CUDA error "
             f"{int(result)}): lower it, or raise the limit of locked memory (ulimit -l)"
         )
+    # Before the allocator gives the addresses to others: to CUDA they would still be locked memory.
+    unlock = weakref.finalize(piece.untyped_storage(), runtime.cudaHostUnregister, piece.data_ptr())
+    unlock.atexit = False

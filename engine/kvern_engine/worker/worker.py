@@ -188,9 +188,9 @@ class Worker:
 
     @property
     def _use_graphs(self) -> bool:
-        # A graph is a whole step, from the row tables to the sampled tokens: a stage of several cannot be one. Nor can
-        # a rank of several: capturing NCCL's all-reduces in it hung on two H200s.
-        alone = self.layout.pipeline == 1 and self.layout.tensor == 1
+        # A graph is a whole step, from the row tables to the sampled tokens: a stage of several cannot be one. Ranks of
+        # a stage capture the same graphs in the same order, with NCCL's all-reduces in them.
+        alone = self.layout.pipeline == 1
         eager = self.config.enforce_eager or self.config.batch_invariant  # graphs have as many sizes as batches
         eager = eager or self.config.cpu_offload_gb > 0  # copies from the host are none of a graph's nodes
         return self.device.type == "cuda" and not eager and alone and self.model.capturable

@@ -32,6 +32,7 @@ from kvern_engine.worker.offload import (
     check_host_memory,
     layer_bytes,
     offload,
+    pin_for_cuda,
     plan_offload,
 )
 from kvern_engine.worker.worker import Worker
@@ -218,6 +219,48 @@ def test_what_cannot_be_offloaded() -> None:
         check_host_memory(plan_offload({0: 5, 1: 5}, gib), 1, gib)
     assert plan_offload({0: 5, 1: 5, 2: 5}, 1).layers == (0, 1, 2)
     assert plan_offload({}, 1) == NO_OFFLOAD
+
+
+class Cudart:
+    """What locking memory needs of the CUDA runtime."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.locked: set[int] = set()
+        self.refuses = refuses
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert address not in self.locked, "already locked: CUDA error 712"
+        if not self.refuses:
+            self.locked.add(address)
+        return 2 if self.refuses else 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.locked.remove(address)
+        return 0
+
+
+def test_memory_is_locked_for_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its addresses may be given to others afterwards, who could neither lock nor copy them."""
+    runtime = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    piece = torch.empty(1000, dtype=torch.uint8)
+    pin_for_cuda(piece)
+    view = piece[100:200]
+    assert runtime.locked == {piece.data_ptr()}
+    del piece
+    assert runtime.locked, "a layer's tensors are views"
+    del view
+    assert not runtime.locked
+
+
+def test_memory_that_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(refuses=True))
+    with pytest.raises(MemoryError) as caught:
+        pin_for_cuda(torch.empty(3000, dtype=torch.uint8))
+    assert str(caught.value) == (
+        "the system would not lock 3,000 bytes of host memory for cpu_offload_gb (CUDA error 2): lower it, or raise "
+        "the limit of locked memory (ulimit -l)"
+    )
 
 
 def test_a_cpu_refuses_it(tmp_path: Path) -> None:
