@@ -64,6 +64,14 @@ class Target:
             and revisions == {status["revision"]["updated"]}
         )
 
+    def spread(self) -> None:
+        """A replica and a router on each node, as before a node was drained: a pod that ends comes back elsewhere."""
+        for component in ("engine", "router"):
+            here = self.pods(component)
+            if len({pod["spec"]["nodeName"] for pod in here}) == 1:
+                kubectl("-n", self.namespace, "delete", "pod", here[0]["metadata"]["name"], "--wait=false")
+        self.settle()
+
     def settle(self, seconds: float = 2 * STREAM_SECONDS + 60) -> None:
         """Until it is settled."""
         try:
@@ -284,7 +292,7 @@ def two_operators(target: Target, event: Event) -> None:
     believing that it leads."""
     kubectl(*SPACE, "scale", kit.OPERATOR, "--replicas=2")
     try:
-        eventually("two operators", lambda: len([p for p in operators() if kit.condition_of(p, "Ready")]) == 2, 60)
+        eventually("two operators", lambda: [kit.condition_of(p, "Ready") for p in operators()] == ["True", "True"], 60)
         first = eventually("one leads", leader, 60)
         target.revise()
         nodes.signal(first, "operator", 19)

@@ -72,8 +72,7 @@ def test_control(busy: Started, name: str) -> None:
 @pytest.mark.chaos
 @pytest.mark.parametrize("name", FAILURES)
 def test_failures(busy: Started, name: str) -> None:
-    busy[0].revise()  # replicas on both nodes
-    busy[0].settle()
+    busy[0].spread()
     tried(busy, name, FAILURES[name])
 
 
