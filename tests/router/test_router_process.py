@@ -175,7 +175,7 @@ async def test_sigterm_finishes_what_runs_and_exits_with_0(bench: Any, fake: Any
     line = json.loads(out)
     assert (line["id"], line["method"], line["path"], line["status"]) == ("mine", "POST", "/v1/completions", 200)
     assert (line["replica"], line["retries"], line["client"]) == ("a", 0, "127.0.0.1")
-    assert line["seconds"] > 1.0 > line["first_byte"] > 0
+    assert line["seconds"] > 1.0 > line["first_byte"] >= 0  # the loop's clock counts milliseconds
     assert "secret" not in out + err
 
 

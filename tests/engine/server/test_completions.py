@@ -66,7 +66,7 @@ def test_a_stream_says_its_usage_in_a_comment_where_a_router_asks(live: Setup, h
     asked = http.post(path, json=body, headers={"X-Kvern-Usage": "comment"}).text
     comment = f": kvern-usage {said['prompt_tokens']} {said['completion_tokens']}\n\ndata: [DONE]\n\n"
     assert asked.endswith(comment)
-    assert asked.count("\n\n") == plain.count("\n\n") + 1
+    assert asked.count("kvern-usage") == 1
 
 
 def test_a_pod_says_its_name_to_whoever_asks_whether_it_is_ready(
