@@ -175,6 +175,11 @@ class BlockPool:
         """Of each digest the block that is known by it, or None."""
         return [self._by_digest.get(digest) for digest in digests]
 
+    def cached_blocks(self) -> list[tuple[bytes, int]]:
+        """(digest, block) of the free blocks that hold a prefix, least recently used first. O(free blocks)."""
+        digests = [(self._digest[block], block) for block in self.free_order()] if self.num_cached else []
+        return [(digest, block) for digest, block in digests if digest is not None]
+
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are free (cached), so that sharing them uses up room."""
         refs = self.ref_counts
@@ -190,7 +195,7 @@ class BlockPool:
         return PoolStats(self.num_blocks, self.num_free, self.num_cached, self.num_used, self.evictions)
 
     def free_order(self) -> list[int]:
-        """The free blocks, next to be reused first. O(free blocks): for tests and debugging."""
+        """The free blocks, next to be reused first. O(free blocks)."""
         order, block = [], self._next[self.num_blocks]
         while block != self.num_blocks:
             order.append(block)

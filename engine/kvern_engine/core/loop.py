@@ -14,6 +14,7 @@ import msgspec
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.block_pool import BlockPool
 from kvern_engine.core.device_time import DeviceTime
+from kvern_engine.core.handed import Handover
 from kvern_engine.core.limits import SchedulerConfig
 from kvern_engine.core.plan import StepPlan, StepResult, WorkerReady
 from kvern_engine.core.recording import PlanRecorder, read_plans
@@ -143,6 +144,19 @@ class EngineCore:
         outputs, self._outbox = self._outbox, {}
         self._measure(begin, scheduled, submitted, collected, self._clock())
         return outputs
+
+    def settle(self) -> OutputsByClient:
+        """Read back every plan that is in flight and plan no more: before `hand_over`. Raises WorkerDiedError."""
+        while self.scheduler.num_in_flight:
+            result = self.worker.collect(None)
+            if result is not None:
+                self._post(self.scheduler.update(result))
+        outputs, self._outbox = self._outbox, {}
+        return outputs
+
+    def hand_over(self) -> Handover:
+        """Everything that this core holds, for others to go on with. `settle` comes first; RuntimeError else."""
+        return self.scheduler.hand_over(self.engine)
 
     def fail_all(self, reason: str) -> OutputsByClient:
         """After WorkerDiedError: an error for every open choice, and whatever had not been delivered."""

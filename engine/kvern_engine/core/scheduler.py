@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from kvern_engine.core.admission import fork_deferred, schedule_prompts
 from kvern_engine.core.block_pool import BlockPool
 from kvern_engine.core.governor import ChunkGovernor
+from kvern_engine.core.handed import Handover, Share
+from kvern_engine.core.handover import hand_over, restore_blocks, restore_choice
 from kvern_engine.core.lanes import Lane
 from kvern_engine.core.limits import SchedulerConfig
 from kvern_engine.core.plan import StepPlan, StepResult, TokenLogprobs
@@ -107,20 +109,46 @@ class Scheduler:
                     for index in range(n)
                 ]
             }
-        priority = message.priority if self.config.policy == "priority" else 0
-        request = Request(message, (priority, self._arrivals), self._eos)
-        self._arrivals += 1
-        for index in range(n):
-            seed = choice_seed(message.params, request.id, self.config.seed, index)
-            seq = Sequence(request, index, self.max_model_len, seed)
-            request.choices.append(seq)
-            if index == 0:
+        for seq in self._enter(message).choices:
+            if seq.index == 0:
                 self._books.enqueue(seq)
             else:
                 self._books.defer(seq)
-        request.live = n
-        self._requests[request.id] = request
         return {}
+
+    def _enter(self, message: AddRequest) -> Request:
+        """The request with its choices, none of which is anywhere yet."""
+        priority = message.priority if self.config.policy == "priority" else 0
+        request = Request(message, (priority, self._arrivals), self._eos)
+        self._arrivals += 1
+        for index in range(message.params.n):
+            seed = choice_seed(message.params, request.id, self.config.seed, index)
+            request.choices.append(Sequence(request, index, self.max_model_len, seed))
+        request.live = message.params.n
+        self._requests[request.id] = request
+        return request
+
+    def hand_over(self, engine: int) -> Handover:
+        """Everything that this scheduler holds, for others to go on with; it must not be used afterwards. Raises
+        RuntimeError while a plan is in flight."""
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} plans are in flight: their tokens are not known")
+        return hand_over(engine, self._books, self._requests, self.max_model_len)
+
+    def take_over(self, share: Share) -> None:
+        """Go on with what others have handed over; before anything else is added."""
+        restore_blocks(self.pool, share)
+        for held in share.requests:
+            request = self._enter(held.message)
+            request.scheduled_at = held.scheduled_at
+            left = {choice.index: choice for choice in held.choices}
+            request.live = len(left)
+            for seq in request.choices:
+                if seq.index in left:
+                    restore_choice(self._books, seq, left[seq.index])
+                else:
+                    seq.state = State.FINISHED
+            self._books.promote_deferred(request)
 
     def _refusal(self, prompt_len: int) -> str | None:
         if prompt_len == 0:
@@ -195,6 +223,7 @@ class Scheduler:
             self._schedule_prompts(draft, now)
         if not draft.rows:
             return None
+        draft.added = books.newcomers(draft.rows) + draft.added
         plan = StepPlan(
             self._step,
             books.removed_rows,

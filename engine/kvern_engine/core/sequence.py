@@ -58,6 +58,7 @@ class Request:
         "id",
         "key",
         "live",
+        "message",
         "params",
         "prompt",
         "root",
@@ -66,6 +67,7 @@ class Request:
     )
 
     def __init__(self, message: AddRequest, key: tuple[int, int], eos_token_ids: frozenset[int]) -> None:
+        self.message = message
         self.id = message.request_id
         self.client = message.client
         self.params = message.params

@@ -65,6 +65,7 @@ class Books:
         self.window = window
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.removed_rows: list[int] = []
+        self._newcomers: dict[int, AddedRow] = {}  # by row
         self.waiting: list[Sequence] = []
         self.prefills: list[Sequence] = []
         self.draining: list[Sequence] = []
@@ -151,6 +152,28 @@ class Books:
             )
         )
 
+    def take_over(self, seq: Sequence, blocks: list[int], computed: int) -> None:
+        """A sequence that another scheduler had let run goes on with these blocks, which hold its first `computed`
+        tokens. `newcomers` tells the worker of it."""
+        seq.blocks, seq.num_computed = blocks, computed
+        seq.first_block = next((i for i, block in enumerate(blocks) if block != NO_BLOCK), len(blocks))
+        seq.row = self.free_rows.pop()
+        sampling = seq.current_sampling()
+        self._newcomers[seq.row] = AddedRow(
+            seq.row, seq.request_id, list(seq.tokens), seq.num_prompt, list(blocks), sampling
+        )
+        self.publish(seq, min(computed, len(seq.tokens)))
+        if computed < len(seq.tokens) - 1 or not seq.tokens[seq.num_prompt :]:
+            seq.state = State.PREFILL
+            insort(self.prefills, seq, key=_key)
+        else:
+            self.start_decoding(seq)
+
+    def newcomers(self, rows: list[int]) -> list[AddedRow]:
+        """Those of `rows` that were taken over and that the worker has not been told of; it is now."""
+        told = [row for row in rows if row in self._newcomers] if self._newcomers else []
+        return [self._newcomers.pop(row) for row in told]
+
     def start_decoding(self, seq: Sequence) -> None:
         """Its last known token is being computed and the next one sampled: from the next step on it decodes."""
         if seq.state is State.PREFILL:
@@ -210,7 +233,8 @@ class Books:
         elif state is State.DEFERRED:
             self._leave_deferred(seq)
         if seq.row >= 0:
-            self.removed_rows.append(seq.row)
+            if self._newcomers.pop(seq.row, None) is None:
+                self.removed_rows.append(seq.row)
             self.free_rows.append(seq.row)
             seq.row = -1
         if seq.blocks:

@@ -171,4 +171,4 @@ class Linear:
             return
         self._transposed = self.weight.t().contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_ROWS)
-        self.weight = self.weight.new_empty(0, self.in_features)  # frees it, unless it is shared
+        self.weight = self._transposed.t()  # the numbers once more, without memory of their own

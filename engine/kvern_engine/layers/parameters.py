@@ -5,6 +5,7 @@ rank computes a part of the sum), as in Megatron-LM (Shoeybi et al., arXiv 1909.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -79,6 +80,52 @@ def split_by_inputs(
     return found
 
 
+@dataclass(frozen=True)
+class FusedRows:
+    """The rows that a rank holds of a tensor in which several matrices stand one below the other: `parts` are (outputs
+    held, outputs in all). `order`: see `fused_outputs`. `transposed`: they are columns of the tensor."""
+
+    parts: tuple[tuple[Slice, int], ...]
+    order: Tensor | None = None
+    transposed: bool = False
+
+    def __call__(self, stored: Tensor) -> Tensor:
+        if stored.dtype == torch.float8_e4m3fn:  # few of torch's operations move that type
+            return self(stored.view(torch.uint8)).view(stored.dtype)
+        if self.transposed:
+            stored = stored.t()
+        found = []
+        sizes = [total for _, total in self.parts]
+        for number, ((held, _), rows) in enumerate(zip(self.parts, torch.split(stored, sizes), strict=True)):
+            rows = rows[held.start : held.stop]
+            if self.order is not None and number + 1 < len(self.parts):
+                rows = rows.view(-1, len(self.order), *rows.shape[1:])[:, self.order].flatten(0, 1)
+            found.append(F.pad(rows, (*[0] * (2 * rows.dim() - 1), held.size - held.count)))
+        return torch.cat(found)
+
+
+def pieces(destinations: Destinations) -> dict[str, tuple[Tensor, WeightPart]]:
+    """The parameters as ranks exchange them: name -> (view of a parameter, the region of the whole that it holds), the
+    same names and regions at every layout. A checkpoint's name, followed by `#` and a number where several matrices
+    are one tensor there. Raises ValueError for what cannot be moved: weights that were quantized after loading, scales.
+    """
+    found: dict[str, tuple[Tensor, WeightPart]] = {}
+    for name, (tensor, part, prepare) in destinations.items():
+        if isinstance(prepare, FusedRows):
+            at = 0
+            for number, (held, total) in enumerate(prepare.parts):
+                ranges = ((held.start, held.stop), *((0, size) for size in tensor.shape[1:]))
+                whole_part = WeightPart((total, *tensor.shape[1:]), ranges)
+                found[f"{name}#{number}"] = tensor[at : at + held.count], whole_part
+                at += held.size
+        else:
+            found[name] = tensor, part
+    for name, (tensor, part) in found.items():
+        if tuple(tensor.shape) != part.part_shape:
+            raise ValueError(f"{name} cannot be moved between ranks: it is kept as {list(tensor.shape)}, quantized")
+    return found
+
+
 def fused_outputs(
     name: str,
     layer: Linear,
@@ -90,24 +137,11 @@ def fused_outputs(
     """A layer whose parts, given as (outputs held, outputs in all), are one tensor in the checkpoint too, one below the
     other. `order`: of each part but the last, the outputs are stored in this order within each len(order) of them.
     `transposed`: the checkpoint's weight is [in_features, outputs]. With the scales of weights that come in FP8."""
+    pick = FusedRows(tuple(parts), order)
     sizes = [total for _, total in parts]
-
-    def pick(stored: Tensor) -> Tensor:
-        if stored.dtype == torch.float8_e4m3fn:  # few of torch's operations move that type
-            return pick(stored.view(torch.uint8)).view(stored.dtype)
-        found = []
-        for number, ((held, _), rows) in enumerate(zip(parts, torch.split(stored, sizes), strict=True)):
-            rows = rows[held.start : held.stop]
-            if order is not None and number + 1 < len(parts):
-                rows = rows.view(-1, len(order), *rows.shape[1:])[:, order].flatten(0, 1)
-            found.append(F.pad(rows, (*[0] * (2 * rows.dim() - 1), held.size - held.count)))
-        return torch.cat(found)
-
     shape = (sum(sizes), layer.in_features)
     part = WeightPart.whole(*(shape[::-1] if transposed else shape))
-    destinations = {
-        f"{name}.weight": Destination(layer.weight, part, (lambda stored: pick(stored.t())) if transposed else pick)
-    }
+    destinations = {f"{name}.weight": Destination(layer.weight, part, replace(pick, transposed=transposed))}
     if layer.bias is not None:
         destinations[f"{name}.bias"] = Destination(layer.bias, WeightPart.whole(shape[0]), pick)
     if layer.scales is not None:
