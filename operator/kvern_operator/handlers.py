@@ -19,6 +19,7 @@ from kvern_operator.verify import kinds
 from kvern_operator.watches import Watches, open_session
 
 SERVER_TIMEOUT = 270  # seconds, then the API server ends a watch and it goes on from where it was
+PAGE = 100  # objects of a list that are in memory at a time, as text, as dicts and with kopf's tasks
 SILENT = 80  # seconds without an event or bookmark after which a watch is started again (bookmarks come every minute)
 
 Seen = Callable[[Key], None]  # something of this service has changed
@@ -35,12 +36,31 @@ def configure(settings: kopf.OperatorSettings, *, namespaced: bool) -> None:
     settings.watching.connect_timeout = 10
     settings.watching.inactivity_timeout = SILENT
     settings.watching.reconnect_backoff = 1.0
+    settings.watching.chunk_size = PAGE
     settings.networking.request_timeout = 60
     settings.networking.connect_timeout = 10
     settings.queueing.exit_timeout = 1.0
+    # kopf keeps a task and the whole last event of an object for so long: of thousands that are listed, all of them.
+    settings.queueing.idle_timeout = 0.1
+    settings.persistence.diffbase_storage = _NoDiffs()
     for kind in kinds(pod_monitors=True):
         if kind != KIND:
             settings.watching.label_selectors[_resource(kind)] = meta.SERVICE_LABEL  # by the API server
+
+
+class _NoDiffs(kopf.DiffBaseStorage):
+    """kopf copies every object at every event to compare it with the one before; nobody here asks what has changed."""
+
+    def build(self, *, body: Any, extra_fields: Any = None) -> Any:
+        """Nothing of an object is compared."""
+        return None
+
+    def fetch(self, *, body: Any) -> Any:
+        """Nothing was stored."""
+        return None
+
+    def store(self, *, body: Any, patch: Any, essence: Any) -> None:
+        """Nothing is stored: the resource belongs to its owner."""
 
 
 def register(

@@ -44,9 +44,11 @@ class Watches:
         """A response's head has come; what follows of a watch is read from its stream's counter."""
         if params.method.upper() != "GET" or params.response.status != 200:
             return
-        path = params.response.url.path
-        if params.response.url.query.get("watch") == "true":
+        path, query = params.response.url.path, params.response.url.query
+        if query.get("watch") == "true":
             self._watches[path] = _Watch(params.response, 0, self._clock())
+        elif query.get("continue"):
+            return  # a further page of the same list
         elif path in self._lists:
             self.listed(path)
         else:

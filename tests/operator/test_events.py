@@ -180,7 +180,8 @@ async def test_the_most_silent_watch_tells_the_age():
     now[0] = 80.0
     assert watches.age() == 30 and watches.count == 2
     for _ in range(2):
-        await ended("http://x/api/v1/pods?labelSelector=y")
+        await ended("http://x/api/v1/pods?labelSelector=y&limit=100")
+        await ended("http://x/api/v1/pods?labelSelector=y&limit=100&continue=abc")
         await ended("http://x/api/v1/services", status=500)
         await ended("http://x/api/v1/services", method="POST")
     assert listed == ["/api/v1/pods"]
