@@ -28,6 +28,7 @@ PODS = "198.18.0.0/16"
 INSIDE = "KVERN_SCALE_NETWORK"
 OPERATOR = "system:serviceaccount:kvern-system:kvern-operator"
 GROUPS = "system:serviceaccounts,system:serviceaccounts:kvern-system"
+SERVER_FLAGS = ("--advertise-address=198.19.0.1",)  # it looks for a default route, and there is none
 CONTROLLER_FLAGS = ("--kube-api-qps=500", "--kube-api-burst=1000", "--concurrent-statefulset-syncs=20")
 SCHEDULER_FLAGS = ("--kube-api-qps=500", "--kube-api-burst=1000")
 NODES, PODS_PER_NODE = 25, 300
@@ -114,9 +115,8 @@ class Plane:
 def start_kwok(folder: Path) -> Plane:
     """All of it. Raises apiserver.ControlPlaneError where a program is missing or does not start."""
     users = {OPERATOR: GROUPS, "kubelets": "system:masters"}
-    kubeconfig = apiserver.start(
-        folder, controllers=True, users=users, flags={"kube-controller-manager": CONTROLLER_FLAGS}
-    )
+    flags = {"kube-apiserver": SERVER_FLAGS, "kube-controller-manager": CONTROLLER_FLAGS}
+    kubeconfig = apiserver.start(folder, controllers=True, users=users, flags=flags)
     scheduler = (f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--secure-port=0", *SCHEDULER_FLAGS)
     apiserver.run_beside(folder, "kube-scheduler", *scheduler)
     kubelets = apiserver.kubeconfig_of(folder, "kubelets")
