@@ -24,7 +24,7 @@ usage: kvern serve MODEL [flags]                      an OpenAI-compatible serve
        kvern generate MODEL [--prompt TEXT] [flags]   an answer on standard output
        kvern inspect MODEL [--json] [flags]           what a model is and where it fits; loads no weights
        kvern bench MODEL [--workload NAME ...]        measure; JSON lines on standard output
-       kvern fetch builtin://smollm2-135m             download a built-in model
+       kvern fetch MODEL [--revision REV]             bring a model here: hf://, s3:// or builtin://
        kvern COMMAND --help                           its flags
 """
 
@@ -153,27 +153,34 @@ def _bench(argv: list[str]) -> int:
 
 
 def _fetch(argv: list[str]) -> int:
-    from kvern_engine.loading.fetch import FetchError, fetch_builtin
+    """`kvern fetch`; the flags of its report are the operator's."""
+    from kvern_engine import logs
+    from kvern_engine.fetching.command import fetch
+    from kvern_engine.fetching.files import is_remote
 
-    parser = make_parser("kvern fetch", "Download a built-in model into KVERN_CACHE_DIR.", "%(prog)s builtin://NAME")
-    parser.add_argument("model", metavar="builtin://NAME")
-    name = parser.parse_args(argv).model
-    shown = ""
-
-    def progress(what: str, done: float) -> None:
-        nonlocal shown
-        line = f"{what} {done * 100:3.0f} %"
-        if sys.stderr.isatty() and line != shown:
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-            shown = line
-
-    try:
-        files = fetch_builtin(name, progress)
-    except FetchError as error:
-        return _complain("\nkvern fetch" if shown else "kvern fetch", [str(error)], 1)
-    if shown:
-        print(file=sys.stderr)
-    print(files.path)
+    parser = make_parser("kvern fetch", "Bring a model into KVERN_CACHE_DIR and print where it is.")
+    parser.add_argument("model", metavar="MODEL", help="hf://org/name, s3://bucket/folder or builtin://NAME.")
+    parser.add_argument("--revision", help="Branch, tag or commit of an hf:// model. Default: main.", metavar="REV")
+    parser.add_argument(
+        "--update", action="store_true", help="Look whether the source has another version than the one that is here."
+    )
+    report = parser.add_argument_group("Figures while it runs")
+    report.add_argument("--report-host", default="127.0.0.1", metavar="HOST", help="Address of GET /admin/fetch.")
+    report.add_argument("--report-port", type=int, metavar="PORT", help="Its port; off where not given.")
+    report.add_argument("--admin-token-file", metavar="FILE", help="File with the bearer token that it asks for.")
+    report.add_argument("--summary-file", metavar="FILE", help="File that gets the last figures as JSON.")
+    options = parser.parse_args(argv)
+    if options.revision and not options.model.startswith("hf://"):
+        raise FlagError([f"--revision is for hf:// models; leave it out for {options.model}"])
+    if options.update and not is_remote(options.model):
+        raise FlagError([f"--update is for hf:// and s3:// models; leave it out for {options.model}"])
+    if options.report_port is not None and not options.admin_token_file:
+        raise FlagError(["--report-port needs --admin-token-file"])
+    logs.setup("info", "fetch")
+    where = None
+    if options.report_port is not None:
+        where = (options.report_host, options.report_port, options.admin_token_file)
+    print(fetch(options.model, options.revision, update=options.update, report=where, summary=options.summary_file))
     return 0
 
 

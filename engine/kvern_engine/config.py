@@ -38,7 +38,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
-    model: str = _flag(..., "Folder, GGUF file, hf://org/name or builtin://smollm2-135m.", "Model")
+    model: str = _flag(..., "Folder, GGUF file, hf://org/name, s3://bucket/folder or builtin://smollm2-135m.", "Model")
     served_model_name: list[str] = _flag(
         [], "Names clients may use; the first one is reported. Default: the model's.", "Model"
     )

@@ -225,6 +225,7 @@ def environment_values(environ: Mapping[str, str]) -> dict[str, Any]:
 _OTHER_VARIABLES = [
     "KVERN_BIND_ADDRESS",
     "KVERN_CACHE_DIR",
+    "KVERN_CACHE_LIMIT",
     "KVERN_COMMIT",
     "KVERN_ALLOW_LONG_MAX_MODEL_LEN",
     "KVERN_CPU_THREADS",

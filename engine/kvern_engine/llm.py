@@ -8,6 +8,7 @@ several ranks, the workers in processes of their own).
 It turns prompts into requests and outputs into results (`offline.py`); scheduling and computing are done elsewhere.
 """
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,11 @@ from kvern_engine.assemble import build_core
 from kvern_engine.capacity import model_shape
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.loop import WorkerDiedError
+from kvern_engine.fetching.meter import Meter
+from kvern_engine.fetching.obtain import held
 from kvern_engine.flags import explain
 from kvern_engine.ipc import AddRequest
 from kvern_engine.loading.config import read_generation_config, read_model_config
-from kvern_engine.loading.resolve import resolve_model
 from kvern_engine.offline import Job, Prompt, check_prompt, check_tokens, parse_prompts
 from kvern_engine.offline_workers import OfflineWorkers
 from kvern_engine.outputs import RequestOutput
@@ -48,8 +50,9 @@ class LLM:
     Offline, nobody watches a stream: prompts are computed as fast as a step can take them. `serving=True` schedules as
     `kvern serve` does, where a long prompt must not hold running streams up.
 
-    Raises ValueError for arguments that are wrong, ModelNotFoundError (a ValueError) where there is no such model, and
-    MemoryError where the KV cache is too small for one request of max_model_len.
+    Raises ValueError for arguments that are wrong, ModelNotFoundError and FetchError (both ValueErrors) where there is
+    no such model or it cannot be fetched, and MemoryError where the KV cache is too small for one request of
+    max_model_len.
     """
 
     def __init__(
@@ -62,11 +65,12 @@ class LLM:
         except ValidationError as error:
             raise ValueError("\n".join(explain(error))) from None
         started = time.perf_counter()
-        self._files = resolve_model(self.config.model, self.config.revision)
-        self.model_config = read_model_config(self._files)
         self._processes: OfflineWorkers | None = None
-        self._worker = self._make_worker()
+        self._kept = contextlib.ExitStack()  # fetched first where it has to be, and not evicted while we use it
         try:
+            self._files = self._kept.enter_context(held(self.config.model, self.config.revision, _meter(load_progress)))
+            self.model_config = read_model_config(self._files)
+            self._worker = self._make_worker()
             self.worker_ready: WorkerReady = self._worker.wait_ready(load_progress)
             eos = self.model_config.eos_token_ids
             self.core = build_core(self.config, 0, self._worker, self.worker_ready, eos)
@@ -96,6 +100,7 @@ class LLM:
         return InprocWorkerClient(create_worker(config, 0))
 
     def _end_processes(self) -> None:
+        self._kept.close()
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()
@@ -251,6 +256,13 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _meter(progress: Progress | None) -> Meter | None:
+    """What a download tells is told as a phase of loading."""
+    if progress is None:
+        return None
+    return Meter(lambda f: progress(f"{f.phase.lower()} {f.uri}", f.done / f.total if f.total else 0.0))
 
 
 class _Bar:

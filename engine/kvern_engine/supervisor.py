@@ -30,9 +30,10 @@ from kvern_engine.children import Child, Ending, how_it_ended
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import WorkerProgress
 from kvern_engine.devices import check_devices, devices_visible, free_shared_memory, shared_memory_note
+from kvern_engine.fetching.lines import shown
+from kvern_engine.fetching.obtain import held
 from kvern_engine.ipc import CoreReady, EngineDead
 from kvern_engine.listen import ListenError, listen_tcp, listen_unix, url_of
-from kvern_engine.loading.resolve import ModelNotFoundError, resolve_model
 from kvern_engine.nodes import BEAT_SECONDS, EndEngine, Leader, node_of, ranks_of_node
 from kvern_engine.parallel.layout import Layout, check_layout
 from kvern_engine.probe import http_status
@@ -84,29 +85,35 @@ def raise_file_limit() -> None:
 def serve(config: EngineConfig) -> int:
     """Run the engine until it is told to stop. Raises StartError with a text for the user."""
     try:
-        files = resolve_model(config.model, config.revision)  # before anything starts: is it there at all?
         check_supported(config)
         _check_files(config)
         devices = devices_visible(os.environ)
         check_devices(config, devices)
         if note := shared_memory_note(config, devices, free_shared_memory()):
             log.warning("%s", note)
-        check_layout(model_shape(config), Layout.of(config))
-        if config.node_rank > 0:
-            from kvern_engine.follower import JoinError, follow
-
-            try:
-                return follow(config)
-            except JoinError as error:
-                raise StartError(str(error)) from None
-        name = (config.served_model_name or [files.name])[0]
         with contextlib.ExitStack() as stack:
+            # Before anything starts: it is there, or is fetched now, and stays while we run.
+            with shown(sys.stderr.isatty() and config.log_format == "text") as meter:
+                files = stack.enter_context(held(config.model, config.revision, meter))
+            check_layout(model_shape(config), Layout.of(config))
+            if config.node_rank > 0:
+                return _follow(config)
+            name = (config.served_model_name or [files.name])[0]
             listeners = _listen(config, stack)
             raise_file_limit()
             folder = stack.enter_context(SocketDir())
             signals = stack.enter_context(Signals())
             return Supervisor(config, name, str(folder.path), *listeners, signals).run()
-    except (ModelNotFoundError, ValueError, OSError) as error:  # ListenError and AddressError are OSErrors
+    except (ValueError, OSError) as error:  # what is wrong with the model; ListenError and AddressError are OSErrors
+        raise StartError(str(error)) from None
+
+
+def _follow(config: EngineConfig) -> int:
+    from kvern_engine.follower import JoinError, follow
+
+    try:
+        return follow(config)
+    except JoinError as error:
         raise StartError(str(error)) from None
 
 

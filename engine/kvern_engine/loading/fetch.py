@@ -13,16 +13,13 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from kvern_engine.fetching.errors import FetchError
 from kvern_engine.loading.resolve import BuiltinModel, ModelFiles, ModelNotFoundError, builtin_model, cache_dir
 from kvern_engine.loading.resolve import resolve_model as _resolve
 
 Progress = Callable[[str, float], None]
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.2
-
-
-class FetchError(RuntimeError):
-    """A model could not be downloaded, or what came is not what was asked for."""
 
 
 def fetch_builtin(name: str, progress: Progress | None = None, *, index_args: tuple[str, ...] = ()) -> ModelFiles:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvern_engine.loading.gguf_header import BLOCKS, SUPPORTED_TYPES, GGUFError, Header, TensorInfo
+from kvern_engine.loading.gguf_split import split_name
 from kvern_engine.loading.parts import WeightPart
-from kvern_engine.loading.resolve import split_name
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,15 +1,19 @@
 """Turns what a user calls a model into files on this machine: a folder in Hugging Face layout or a GGUF file.
 
-It only looks; nothing is downloaded here (`fetch.py` does that) and no file is parsed.
+It only looks; nothing is downloaded here (`fetch.py` and `kvern_engine/fetching` do that) and no file is parsed.
 """
 
 import difflib
 import importlib.util
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+from kvern_engine.fetching.files import Place, parse_place
+from kvern_engine.fetching.store import Store
+from kvern_engine.loading.gguf_split import split_name
 
 
 class ModelNotFoundError(ValueError):
@@ -52,7 +56,6 @@ BUILTIN_MODELS = {
 # KVERN_MODELS_DIR, which the image sets.
 BUNDLED_MODELS = {"tiny-kjv": "a Llama of a million weights, trained on the King James Bible"}
 
-_SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -76,7 +79,7 @@ def builtin_model(name: str) -> BuiltinModel:
 
 
 def resolve_model(spec: str, revision: str | None = None) -> ModelFiles:
-    """Finds the model that `spec` names: a folder, a .gguf file, builtin://NAME or hf://org/name (local cache only).
+    """Finds the model that `spec` names: a folder, a .gguf file, builtin://NAME, or hf:// and s3:// from the caches.
 
     `revision` is a branch, tag or commit and applies to hf:// alone. Raises ModelNotFoundError.
     """
@@ -87,12 +90,13 @@ def resolve_model(spec: str, revision: str | None = None) -> ModelFiles:
         return _resolve_path(spec, Path(spec).expanduser())
     if scheme == "builtin":
         return _resolve_builtin(rest)
-    if scheme == "hf":
-        return _resolve_hub(rest, revision)
+    if scheme in ("hf", "s3"):
+        return _resolve_fetched(spec, revision)
     if scheme == "file":
         return _resolve_path(spec, Path(rest))
     raise ModelNotFoundError(
-        f"model {spec!r}: unknown scheme {scheme + '://'!r}; use a folder, a .gguf file, builtin://NAME or hf://org/name"
+        f"model {spec!r}: unknown scheme {scheme + '://'!r}; use a folder, a .gguf file, builtin://NAME, hf://org/name "
+        "or s3://bucket/folder"
     )
 
 
@@ -127,20 +131,33 @@ def _resolve_builtin(name: str) -> ModelFiles:
     )
 
 
-def _resolve_hub(repo: str, revision: str | None) -> ModelFiles:
-    if not _HUB_ID.fullmatch(repo):
-        raise ModelNotFoundError(f"model 'hf://{repo}': expected hf://org/name")
-    folder = _hub_cache() / f"models--{repo.replace('/', '--')}"
-    wanted = revision or "main"
+def _resolve_fetched(spec: str, revision: str | None) -> ModelFiles:
+    try:
+        place = parse_place(spec)
+    except ValueError as error:
+        raise ModelNotFoundError(str(error)) from None
+    found = Store(cache_dir()).find(spec, revision)
+    if found is not None:
+        return replace(_in_folder(spec, found, place.name), name=place.name)
+    if place.scheme == "hf" and (snapshot := _hub_snapshot(place, revision)) is not None:
+        if place.file:
+            return ModelFiles(place.name, "gguf", (snapshot / place.file).absolute())
+        return replace(_in_folder(spec, snapshot, place.name), name=place.name)
+    at = f" (revision {revision})" if revision else ""
+    raise ModelNotFoundError(
+        f"model '{spec}'{at} is not on this machine: it is not in {cache_dir()}; `kvern fetch {spec}` brings it here, "
+        "and so does `kvern serve`"
+    )
+
+
+def _hub_snapshot(place: Place, revision: str | None) -> Path | None:
+    """Where the hub's own tools have put it (`hf download`); None where they have not, or not this file."""
+    folder, wanted = _hub_cache() / f"models--{place.root.replace('/', '--')}", revision or "main"
     ref = folder / "refs" / wanted
-    commit = ref.read_text().strip() if ref.is_file() else wanted
-    snapshot = folder / "snapshots" / commit
-    if not snapshot.is_dir():
-        raise ModelNotFoundError(
-            f"hf://{repo} (revision {wanted}) is not in the local Hugging Face cache ({folder}), and Kvern does not "
-            f"download from the hub yet; run `hf download {repo}`, or download it elsewhere and give its folder"
-        )
-    return _in_folder(f"hf://{repo}", snapshot, repo)
+    snapshot = folder / "snapshots" / (ref.read_text().strip() if ref.is_file() else wanted)
+    if place.file:
+        return snapshot if (snapshot / place.file).is_file() else None
+    return snapshot if snapshot.is_dir() else None
 
 
 def _hub_cache() -> Path:
@@ -181,6 +198,8 @@ def _in_folder(spec: str, folder: Path, name: str) -> ModelFiles:
     if found:
         names = ", ".join(file.name for file in found)
         raise ModelNotFoundError(f"model {spec!r}: the folder holds several .gguf files ({names}); give one of them")
+    if (folder / "models").is_dir():  # where images that carry a model have it
+        return _in_folder(spec, folder / "models", name)
     raise ModelNotFoundError(
         f"model {spec!r}: the folder {folder.absolute()} holds neither config.json nor a .gguf file"
     )
@@ -193,9 +212,3 @@ def _models_of(paths: list[Path]) -> list[Path]:
         parts = split_name(path.name)
         firsts.setdefault(f"{parts[0]} {parts[2]}" if parts else path.name, path)
     return list(firsts.values())
-
-
-def split_name(name: str) -> tuple[str, int, int] | None:
-    """(stem, number from 1, count) of a split GGUF model's file name, NAME-00001-of-00003.gguf; None for any other."""
-    match = _SPLIT_NAME.fullmatch(name)
-    return (match["stem"], int(match["number"]), int(match["count"])) if match else None

@@ -76,16 +76,20 @@ def test_bad_paths_and_schemes(tmp_path: Path) -> None:
     weights.write_bytes(b"x")
     assert "does not end in .gguf" in message(str(weights))
     assert "for a model of the Hugging Face hub write hf://some/model" in message("some/model")
-    assert "unknown scheme 's3://'; use a folder" in message("s3://bucket/model")
+    assert "unknown scheme 'gs://'; use a folder" in message("gs://bucket/model")
     assert "model is empty" in message("")
 
 
-def test_hub_models_come_from_the_local_cache_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_models_from_elsewhere_come_from_the_caches_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("KVERN_CACHE_DIR", str(tmp_path / "kvern"))
     text = message("hf://org/model", "v2")
-    assert "hf://org/model (revision v2) is not in the local Hugging Face cache" in text
-    assert "`hf download org/model`" in text and str(tmp_path) in text
-    assert "expected hf://org/name" in message("hf://model")
+    assert text == (
+        f"model 'hf://org/model' (revision v2) is not on this machine: it is not in {tmp_path / 'kvern'}; "
+        "`kvern fetch hf://org/model` brings it here, and so does `kvern serve`"
+    )
+    assert message("s3://bucket/model").startswith("model 's3://bucket/model' is not on this machine")
+    assert "expected hf://org/name" in message("hf://model") and "expected s3://bucket/folder" in message("s3://B")
     repository = tmp_path / "models--org--model"
     snapshot = repository / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
@@ -94,6 +98,15 @@ def test_hub_models_come_from_the_local_cache_alone(monkeypatch: pytest.MonkeyPa
     (repository / "refs" / "main").write_text("c0ffee")
     expected = ModelFiles("org/model", "folder", snapshot)
     assert resolve_model("hf://org/model") == resolve_model("hf://org/model", "c0ffee") == expected
+    (snapshot / "m.Q4.gguf").write_bytes(b"GGUF")
+    assert resolve_model("hf://org/model/m.Q4.gguf") == ModelFiles("m.Q4", "gguf", snapshot / "m.Q4.gguf")
+    assert "is not on this machine" in message("hf://org/model/m.Q8.gguf")
+
+
+def test_a_folder_that_has_its_model_in_models(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == ModelFiles(tmp_path.name, "folder", tmp_path / "models")
 
 
 def test_a_model_that_the_image_carries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
