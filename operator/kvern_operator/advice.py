@@ -449,8 +449,20 @@ EVENTS: dict[str, Advice] = {
         "passing", "an event", "A replica is to go: it gets no new requests and finishes those that it has."
     ),
     "TakingBack": Advice("passing", "an event", "A replica that was to go is needed after all and serves again."),
-    "StoppingReplica": Advice(
-        "passing", "an event", "A drained replica is being deleted; the message says whether its time was over."
+    "StoppingReplica": Advice("passing", "an event", "A drained replica, with nothing in flight, is being deleted."),
+    "ReplacingReplica": Advice(
+        "passing",
+        "an event",
+        "A pod of a replica is ending without the operator's doing (a node drain, an eviction, a deletion, a lost "
+        "node): another replica is started while it finishes what it has.",
+    ),
+    "DrainTimedOut": Advice(
+        "trouble",
+        "an event",
+        "A replica that was to go still had requests in flight after rollout.drainTimeoutSeconds. They were cut off: a "
+        "stream ends with an error of code shutting_down.",
+        "raise spec.rollout.drainTimeoutSeconds above the longest answer",
+        ("answers that take longer than spec.rollout.drainTimeoutSeconds are cut: raise it above the longest one",),
     ),
     "Reconciled": Advice("fine", "an event", "The operator has changed something; the message says what."),
     "Ready": Advice("fine", "an event", "The service has become ready."),

@@ -22,6 +22,8 @@ from kvern_operator.reconcile import Plan
 log = logging.getLogger("kvern.apply")
 
 WORKLOADS = ("StatefulSet", "Deployment")
+# Decisions that a stale view must not undo: who drains, and whom routers send to.
+DECISIONS = ("StatefulSet", "ConfigMap")
 NOT_OURS = (
     "one of that name is there already that Kvern has not made for this service; delete it, or give the "
     "InferenceService another name"
@@ -105,7 +107,9 @@ class Executor:
         for kind, name in plan.delete:
             live = scene.live.get((kind, name))
             if live is not None:
-                await self._client.delete(kind, key[0], name, live.uid)
+                # A replica that was taken back since is another version of it: not deleted, looked at again.
+                version = str(live.version) if kind == "StatefulSet" else ""
+                await self._client.delete(kind, key[0], name, live.uid, version)
                 self._mirror.deleted(key, live)
         return outcome
 
@@ -144,7 +148,7 @@ class Executor:
             outcome.refusals.append(Refusal(obj["kind"], "", NOT_OURS, obj["metadata"]["name"]))
             return
         sent = obj
-        if live is not None and obj["kind"] == "StatefulSet":
+        if live is not None and obj["kind"] in DECISIONS:
             # Decisions (to drain, to take back) are taken from one state of the object: of two leaders one loses.
             sent = {**obj, "metadata": {**obj["metadata"], "resourceVersion": str(live.version)}}
         now = self._mirror.applied(key, await self._client.apply(sent))
@@ -155,11 +159,14 @@ class Executor:
 
     async def _is_somebody_elses(self, obj: Object, uid: str) -> bool:
         """Applying by force would take over an object that a user has made under this name; only labelled ones are in
-        the mirror, so one that is about to be made is looked for first."""
+        the mirror, so one that is about to be made is looked for first. Raises ApiError 409 where it is this service's
+        own, and only its watch is late: another leader has made it, and may have decided more about it since."""
         found = await self._client.find(obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"])
         if found is None:
             return False
         owners = {o.get("uid") for o in found["metadata"].get("ownerReferences") or ()}
+        if uid in owners and obj["kind"] in DECISIONS:
+            raise ApiError(409, f"{obj['kind']} {obj['metadata']['name']} is there already; its watch is late")
         labels = found["metadata"].get("labels") or {}
         kept = obj["kind"] == "PersistentVolumeClaim" and not owners and meta.SERVICE_LABEL in labels
         return uid not in owners and not kept

@@ -5,7 +5,7 @@ pulled, a pod that fits nowhere) come up from causes.py.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -39,6 +39,9 @@ class View:
     url: str
     ignored: tuple[str, ...]
     around: Surroundings
+    drains: tuple[str, ...] = ()  # who drains, and until when
+    ended: tuple[str, ...] = ()  # engine pods that end
+    full: bool = False  # the nodes have no room for another replica
 
     @cached_property
     def cause(self) -> Cause | None:
@@ -110,7 +113,10 @@ def condition(
 
 
 def _names(pods: Iterable[Pod]) -> str:
-    names = sorted(p.name for p in pods)
+    return _listed(sorted(p.name for p in pods))
+
+
+def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -188,15 +194,19 @@ def _progressing(view: View) -> Verdict:
         return "False", "Complete", "everything is as the spec says"
     parts = []
     if view.current < view.desired:
-        parts.append(f"{view.desired - view.current} replicas to start")
+        after = f" once {_listed(view.ended)} has ended" if view.ended else ""
+        parts.append(f"{view.desired - view.current} replicas to start{after}")
     loading = view.current - view.current_ready
     if loading > 0:
         parts.append(f"{loading} loading")
     outdated = view.total - view.leaving - view.current
     if outdated > 0:
-        parts.append(f"{outdated} of an older revision to replace")
+        swaps = view.full and view.spec.rollout.strategy == "Auto" and view.total <= view.desired
+        how = " (no room for another one: an old one goes first)" if swaps else ""
+        parts.append(f"{outdated} of an older revision to replace{how}")
     if view.leaving:
-        parts.append(f"{view.leaving} draining")
+        until = f" ({', '.join(view.drains[:4])}{', ...' if view.leaving > 4 else ''})" if view.drains else ""
+        parts.append(f"{view.leaving} draining{until}")
     if not view.router_ready and not view.spec.suspend:
         parts.append("router starting")
     reason = "RollingOut" if outdated > 0 else "Draining" if view.leaving and not loading else "Starting"

@@ -16,18 +16,22 @@ from kvern_operator.api.load import ManifestError, parse_service
 from kvern_operator.api.status import Condition, InferenceServiceStatus
 from kvern_operator.api.types import InferenceService
 from kvern_operator.apply import NAME_TAKEN, Executor, NamespaceEndingError
-from kvern_operator.desired import meta
+from kvern_operator.desired import engine, meta
 from kvern_operator.desired.router import router_name
 from kvern_operator.events import Poster, news
 from kvern_operator.kube import ApiError, NotLeadingError
 from kvern_operator.metrics import Metrics
 from kvern_operator.mirror import Mirror
+from kvern_operator.nodes import NodeReader
 from kvern_operator.notices import NoticeReader, Subject
 from kvern_operator.observe import Scene, is_own, observe, read_status
 from kvern_operator.observed import Object, Refusal
 from kvern_operator.queue import Key
 from kvern_operator.reconcile import Plan, invalid_spec, reconcile
+from kvern_operator.replicas import marked_at, wants_room
+from kvern_operator.room import spare_replicas
 from kvern_operator.settings import Settings
+from kvern_operator.stopwatch import Stopwatch
 
 log = logging.getLogger("kvern.controller")
 
@@ -62,6 +66,7 @@ class _Memory:
     taken_since: float | None = None  # clock
     untold: list[str] = field(default_factory=list)  # notes of what was done that no Event tells yet
     doubted: set[str] = field(default_factory=set)  # pods that have said that their Secret is missing
+    drains: Stopwatch = field(default_factory=Stopwatch)
 
     def too_long(self, taken: list[Refusal]) -> tuple[Refusal, ...]:
         """What still waits for a name after the time that the garbage collector needs."""
@@ -100,12 +105,14 @@ class Controller:
         executor: Executor,
         prober: Prober,
         notices: NoticeReader,
+        nodes: NodeReader,
         poster: Poster,
         settings: Settings,
         metrics: Metrics,
         forget: Callable[[Key], None],
     ) -> None:
-        self._mirror, self._executor, self._prober, self._notices = mirror, executor, prober, notices
+        self._mirror, self._executor, self._prober = mirror, executor, prober
+        self._notices, self._nodes = notices, nodes
         self._poster, self.settings, self._metrics, self._forget = poster, settings, metrics, forget
         self._memory: dict[Key, _Memory] = {}
 
@@ -166,9 +173,11 @@ class Controller:
             self._prober.watch(key, scene.targets, scene.leaving)
             if any(p.served and p.in_flight is None for p in scene.observed.pods if p.admin_address):
                 return FIRST_ANSWERS
+        scene = await self._with_room(scene, service)
         plan = reconcile(service, scene.observed, now, self.settings)
         if await self._check(plan, service, memory):
-            scene = self._observe(key, service, document, memory)
+            spare, scene = scene.observed.spare_replicas, self._observe(key, service, document, memory)
+            scene = replace(scene, observed=replace(scene.observed, spare_replicas=spare))
             plan = reconcile(service, scene.observed, now, self.settings)
         outcome = await self._executor.carry_out(key, memory.uid, plan, scene)
         found, memory.refusals = memory.refusals, tuple(outcome.refusals) or memory.too_long(outcome.taken)
@@ -195,8 +204,11 @@ class Controller:
             or time.monotonic() - memory.refused_at[1] > DRY_RUN_AGAIN
         ):
             memory.overrides_refused = ()
-        children = self._mirror.children(key)
+        children, now = self._mirror.children(key), datetime.now(UTC)
         has_replicas = any(c.kind == "StatefulSet" and is_own(c, memory.uid) for c in children)
+        marks = {c.name: marked_at(c.obj) for c in children if c.kind == "StatefulSet" and is_own(c, memory.uid)}
+        drains = {name: memory.drains.elapsed(name, mark, now) for name, mark in marks.items() if mark is not None}
+        memory.drains.keep(drains)
         return observe(
             service,
             children,
@@ -207,7 +219,23 @@ class Controller:
             refusals=memory.overrides_refused + memory.refusals,
             admin_secret=self._executor.has_secret(memory.uid, has_replicas),
             token=meta.admin_token(self.settings.operator_key, service),
+            leaving_for=drains,
         )
+
+    async def _with_room(self, scene: Scene, service: InferenceService) -> Scene:
+        """The scene with the room that the nodes have, where what comes next depends on it."""
+        if not wants_room(service, scene.observed):
+            return scene
+        room = await self._nodes.room()
+        if room is None:
+            return scene
+        each, pods = service.spec.resources.nodes_per_replica, scene.observed.pods
+        unseen = sum(p.component == meta.ENGINE and not p.terminating and p.uid not in room.pods for p in pods)
+        owners = {p.owner for p in pods}
+        unseen += sum(each for kind, name in scene.live if kind == "StatefulSet" and name not in owners)
+        spec = engine.pod_template(service, "", {}, self.settings)["spec"]
+        spare = spare_replicas(room, spec, each, unseen)
+        return replace(scene, observed=replace(scene.observed, spare_replicas=spare))
 
     async def _check(self, plan: Plan, service: InferenceService, memory: _Memory) -> bool:
         """Dry-run what a plan wants checked first. True where something is refused that was not known to be."""

@@ -33,7 +33,7 @@ class Event:
 
 def news(before: InferenceServiceStatus | None, after: InferenceServiceStatus, notes: Iterable[str]) -> list[Event]:
     """What is worth an Event: each note of the plan, and each turn of Ready, Available and Degraded."""
-    found = [Event("Normal", _reason_of(note), note) for note in notes]
+    found = [Event(*_kind_of(note), note) for note in notes]
     old = {c.type: c for c in before.conditions} if before is not None else {}
     for condition in after.conditions:
         event = _turn(old.get(condition.type), condition)
@@ -57,16 +57,19 @@ def _turn(before: Condition | None, now: Condition) -> Event | None:
     return None
 
 
-_REASONS = {
-    "starting": "StartingReplica",
-    "draining": "DrainingReplica",
-    "taking": "TakingBack",
-    "stopping": "StoppingReplica",
+# By a note's first word.
+_NOTES: dict[str, tuple[Literal["Normal", "Warning"], str]] = {
+    "starting": ("Normal", "StartingReplica"),
+    "draining": ("Normal", "DrainingReplica"),
+    "taking": ("Normal", "TakingBack"),
+    "stopping": ("Normal", "StoppingReplica"),
+    "replacing": ("Normal", "ReplacingReplica"),
+    "cutting": ("Warning", "DrainTimedOut"),
 }
 
 
-def _reason_of(note: str) -> str:
-    return _REASONS.get(note.partition(" ")[0], "Reconciled")
+def _kind_of(note: str) -> tuple[Literal["Normal", "Warning"], str]:
+    return _NOTES.get(note.partition(" ")[0], ("Normal", "Reconciled"))
 
 
 def shortened(text: str, limit: int = LONGEST_NOTE) -> str:

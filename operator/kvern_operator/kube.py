@@ -6,7 +6,7 @@ tokens that are renewed; its typed models are not used, since everything here is
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -171,29 +171,36 @@ class KubeClient:
         body = {"metadata": {"uid": uid, "annotations": annotations}}
         await self._write("PATCH", path, query={"fieldManager": meta.MANAGER}, body=body, content_type=MERGE)
 
-    async def delete(self, kind: str, namespace: str, name: str, uid: str = "") -> None:
-        """Delete a child, if it still is the one with this UID; its own children go in the background."""
+    async def delete(self, kind: str, namespace: str, name: str, uid: str = "", version: str = "") -> None:
+        """Delete a child, if it still is the one with this UID; its own children go in the background. Raises ApiError
+        409 where it is not at this version (resourceVersion) any more."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
-        if uid:
-            options["preconditions"] = {"uid": uid}
+        conditions = {name: value for name, value in (("uid", uid), ("resourceVersion", version)) if value}
+        if conditions:
+            options["preconditions"] = conditions
         try:
             await self._write("DELETE", path_of(kind, namespace, name), body=options)
         except ApiError as error:
-            if error.status not in (404, 409):  # gone already, or another one of that name
+            gone = error.status == 404 or (error.status == 409 and "UID in precondition" in error.message)
+            if not gone and not (error.status == 409 and not version):
                 raise
 
     async def list(self, path: str, query: Mapping[str, str] | None = None, accept: str = JSON) -> Iterable[Object]:
         """All items of a collection, read in pages. Never from a cache: what is not in it does not exist."""
+        return [item async for page in self.pages(path, query, accept) for item in page]
+
+    async def pages(
+        self, path: str, query: Mapping[str, str] | None = None, accept: str = JSON
+    ) -> AsyncIterator[Sequence[Object]]:
+        """The same page by page, for who keeps little of what may be much."""
         token, wanted = "", {"limit": "500", **(query or {})}
-        items: list[Object] = []
         while True:
-            page = await self.request(
-                "GET", path, query={**wanted, **({"continue": token} if token else {})}, accept=accept
-            )
-            items += page.get("items") or []
+            more = {"continue": token} if token else {}
+            page = await self.request("GET", path, query={**wanted, **more}, accept=accept)
+            yield page.get("items") or []
             token = (page.get("metadata") or {}).get("continue") or ""
             if not token:
-                return items
+                return
 
     async def serves(self, group_version: str, plural: str) -> bool:
         """Whether the API server knows a resource. Raises ApiError where it does not say."""

@@ -100,6 +100,12 @@ def to_spec(record: Record) -> dict[str, Any]:
     }
 
 
+def awake_or_not() -> float:
+    """Seconds of a clock that also runs while the machine sleeps, where there is one: a leader that wakes up must not
+    take its lease for a fresh one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 def _stamp() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
@@ -114,13 +120,15 @@ class Elector:
         name: str,
         me: str,
         terms: Terms | None = None,
-        clock: Clock = time.monotonic,
+        clock: Clock = awake_or_not,
     ) -> None:
         self.me, self._client, self._terms, self._clock = me, client, terms or Terms(), clock
         self._path, self._name, self._namespace = LEASES.format(namespace=namespace), name, namespace
         self._sighting: Sighting | None = None
         self._renewed = float("-inf")  # when the last renewal that succeeded was begun
         self.answered = float("-inf")  # when the API server last answered about the Lease
+        self._version = 0  # resourceVersion of the Lease
+        self.gone_back = False  # the API server's data are older than they were: etcd has been restored
 
     @property
     def leader(self) -> str:
@@ -131,6 +139,10 @@ class Elector:
         """True while no other can lead."""
         return self._clock() - self._renewed < self._terms.deadline
 
+    def silence(self) -> float:
+        """Seconds since the API server has last answered about the Lease."""
+        return self._clock() - self.answered
+
     async def acquire(self, waiting: Callable[[str], None] = lambda _: None) -> None:
         """Return once this candidate leads. `waiting` is called with the leader's name whenever that changes."""
         seen: str | None = None
@@ -139,13 +151,19 @@ class Elector:
                 seen = self.leader
                 waiting(self.leader)
             await asyncio.sleep(self._terms.retry)
+        self.gone_back = False  # nothing of what was before is known
         log.info("leading as %s", self.me)
 
     async def keep(self) -> None:
         """Renew until that has failed for too long or somebody else holds the lease; then return."""
         while True:
             await asyncio.sleep(self._terms.retry)
-            if not await self._try() and (not self.valid() or self.leader not in ("", self.me)):
+            kept = await self._try()
+            if self.gone_back:
+                log.error("the API server's data are older than before (etcd restored from a backup?): starting anew")
+                self._renewed = float("-inf")
+                return
+            if not kept and (not self.valid() or self.leader not in ("", self.me)):
                 log.error("the lease is lost, %s", f"{self.leader} leads" if self.leader != self.me else "no renewal")
                 self._renewed = float("-inf")
                 return
@@ -179,6 +197,7 @@ class Elector:
         if self._lease is None or self.leader != self.me:
             self._lease = await self._read()
             self.answered = began
+            self._notice_version()
         if self._lease is None:
             self._sighting = None
         else:
@@ -189,6 +208,14 @@ class Elector:
         await self._write(next_record(before, self.me, _stamp(), self._terms))
         self._renewed = self.answered = began
         return True
+
+    def _notice_version(self) -> None:
+        """Versions only grow. A restored etcd counts from the backup's on, and watches that were begun before wait in
+        silence for versions that may be hours away: all that is known is to be read anew."""
+        text = str((self._lease or {}).get("metadata", {}).get("resourceVersion") or "")
+        if text.isdigit():
+            self.gone_back = self.gone_back or int(text) < self._version
+            self._version = int(text)
 
     async def _read(self) -> dict[str, Any] | None:
         try:
@@ -213,4 +240,5 @@ class Elector:
             "spec": to_spec(record),
         }
         self._lease = await self._client.request(method, path, body=body)
+        self._notice_version()
         self._sighting = Sighting(from_lease(self._lease), self._clock())

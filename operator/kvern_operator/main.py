@@ -33,6 +33,7 @@ from kvern_operator.kube import PLURALS, ApiError, KubeClient, load_configuratio
 from kvern_operator.leader import Elector, Terms
 from kvern_operator.metrics import Metrics
 from kvern_operator.mirror import Mirror
+from kvern_operator.nodes import NodeReader
 from kvern_operator.notices import NoticeReader
 from kvern_operator.queue import Delays, Key, KeyQueue, Workers
 from kvern_operator.verify import Verifier
@@ -87,8 +88,7 @@ class Operator:
     def _ready(self) -> str:
         if self._elector is None:
             return f"waiting for {self._waiting_for}"
-        silent = asyncio.get_running_loop().time() - self._elector.answered
-        if silent > SILENT_API:
+        if self._elector.silence() > SILENT_API:
             return "the API server does not answer about the Lease"
         return ""
 
@@ -258,6 +258,7 @@ class _Parts:
             Executor(client, mirror, self._prober),
             self._prober,
             self._notices,
+            NodeReader(client),
             Poster(client, config.identity),
             dataclasses.replace(config.settings, pod_monitors=pod_monitors),
             metrics,

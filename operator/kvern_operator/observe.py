@@ -6,6 +6,8 @@ name, or be on its way out; such an object is not taken for ours, and nothing is
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -17,6 +19,7 @@ from kvern_operator.desired.router import router_name
 from kvern_operator.mirror import REFRESHED, Live
 from kvern_operator.observed import Notice, Object, Observed, Pod, Refusal
 from kvern_operator.pods import read_pod
+from kvern_operator.replicas import no_room
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,28 @@ class Scene:
 
 
 def read_status(document: Object) -> InferenceServiceStatus | None:
-    """The status that was written last; None where there is none, or none that this version can read."""
-    try:
-        return InferenceServiceStatus.model_validate(document["status"]) if document.get("status") else None
-    except ValidationError:
+    """The status that was written last; None where there is none. What this version does not know in it, written by
+    a later one that has been rolled back, is left out."""
+    status = document.get("status")
+    while status:
+        try:
+            return InferenceServiceStatus.model_validate(status)
+        except ValidationError as error:
+            less = _without(status, tuple(error.errors()[0]["loc"]))
+            status = less if less != status else None
+    return None
+
+
+def _without(value: Any, path: tuple[int | str, ...]) -> Any:
+    """A copy without what is at the path; the element of a list that holds it goes as a whole."""
+    if not path or not isinstance(value, dict | list):
         return None
+    head, rest = path[0], path[1:]
+    if isinstance(value, list):
+        return [item for i, item in enumerate(value) if i != head]
+    inner = _without(value[head], rest) if rest and head in value else None
+    kept = {name: item for name, item in value.items() if name != head}
+    return kept if inner is None else {**kept, head: inner}
 
 
 def observe(
@@ -62,8 +82,9 @@ def observe(
     refusals: tuple[Refusal, ...] = (),
     admin_secret: bool = False,
     token: str = "",
+    leaving_for: Mapping[str, timedelta] | None = None,
 ) -> Scene:
-    """Everything of one service. `token` goes to the pods that are asked."""
+    """Everything of one service. `token` goes to the pods that are asked; `leaving_for`: see Observed."""
     live, taken = {}, set()
     for child in children:
         if is_own(child, service.metadata.uid):
@@ -72,18 +93,19 @@ def observe(
             taken.add((child.kind, child.name))
     pods = list(pods)
     seen = [_pod(obj, live, reports) for obj in pods]
-    stuck = any(p.component == meta.ENGINE and p.reason == "Unschedulable" for p in seen)
+    stuck = any(no_room(n, [p for p in seen if p.owner == n], notices) for (k, n) in live if k == "StatefulSet")
     leaving = {n for (k, n), c in live.items() if k == "StatefulSet" and meta.annotation(c.obj, meta.DRAINING_SINCE)}
     return Scene(
         observed=Observed(
             children=tuple(child.obj for child in live.values()),
             pods=tuple(seen),
             status=status,
-            # How many more would fit is not known without reading nodes; that none does is seen.
+            # How many more would fit is not known without reading nodes (see nodes.py); that none does is seen.
             spare_replicas=0 if stuck else None,
             admin_secret=admin_secret,
             notices=notices,
             refusals=refusals,
+            leaving_for=leaving_for or {},
         ),
         live=live,
         taken=frozenset(taken),

@@ -3,8 +3,9 @@
 The operator's observer reads the API server's objects, `kvern up`'s its own processes.
 """
 
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from kvern_operator.api.status import InferenceServiceStatus
@@ -29,6 +30,7 @@ class Pod:
     ready: bool = False
     served: bool = False  # has been ready since its container last started: it may hold requests
     terminating: bool = False
+    ends: datetime | None = None  # terminating: when its grace is over; None: not known
     draining: bool = False  # says itself that it drains
     address: str = ""  # host:port of the OpenAI API
     admin_address: str = ""
@@ -77,7 +79,8 @@ class Observed:
 
     `children` are live objects; what the API server adds to them (defaults, managedFields, status) does no harm.
     `spare_replicas`: how many more replicas would fit; None: not known. `admin_secret`: the admin Secret is known to
-    exist though it is not among the children, since nobody may read it.
+    exist though it is not among the children, since nobody may read it. `leaving_for`: how long replicas have been
+    marked to go, by name, where the observer has a better clock than the time in the mark.
     """
 
     children: tuple[Object, ...] = ()
@@ -87,3 +90,4 @@ class Observed:
     admin_secret: bool = False
     notices: tuple[Notice, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    leaving_for: Mapping[str, timedelta] = field(default_factory=dict)

@@ -38,6 +38,7 @@ def read_pod(obj: Object) -> Pod:
         # The startup probe asks /ready: `started` says that it has been ready since the container last started.
         served=bool(running is not None and main.get("started")) and not over,
         terminating=metadata.get("deletionTimestamp") is not None,
+        ends=_time(metadata.get("deletionTimestamp")),
         address=_address(ip, HTTP_PORT),
         admin_address=_address(ip, ADMIN_PORT) if component == meta.ENGINE and meta.leads(name) else "",
         restarts=restarts(obj),

@@ -5,7 +5,7 @@ Whoever calls it applies the plan: `kvern up` to processes, the operator to a cl
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from kvern_operator.api.base import parse_time
@@ -14,15 +14,14 @@ from kvern_operator.api.types import InferenceService, InferenceServiceSpec
 from kvern_operator.desired import engine, meta, monitor, network, router, services
 from kvern_operator.desired.layout import Layout, parse_layout, wanted_layout
 from kvern_operator.observed import Object, Observed, Pod
+from kvern_operator.replicas import ending, lost_image, pattern, replicas_of, taken_numbers
 from kvern_operator.reporting import Pass, invalid_spec, status_of
 from kvern_operator.rollout import Moves, Replica, plan_moves
 from kvern_operator.settings import Settings
 
 DEFAULTS = Settings()
-# What the kubelet says of an image that it cannot get.
-NO_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError"})
 
-__all__ = ["Plan", "desired_replicas", "invalid_spec", "not_acted_upon", "reconcile", "replicas_of"]
+__all__ = ["Plan", "desired_replicas", "invalid_spec", "not_acted_upon", "reconcile"]
 
 
 @dataclass(frozen=True)
@@ -73,59 +72,12 @@ def not_acted_upon(spec: InferenceServiceSpec) -> list[str]:
         found.append(f"spec.parallelism.tensor.mode: {tensor.mode} is not acted upon yet; the size stays as it is")
     if spec.parallelism.expert:
         found.append("spec.parallelism.expert: expert parallelism is not offered yet")
-    if spec.router.limits.requests_per_minute or spec.router.limits.tokens_per_minute:
-        found.append("spec.router.limits: rate limits are not kept yet")
     if spec.router.mode == "InferencePool":
         found.append("spec.router.mode: no InferencePool is made yet; the Service leads to the engines")
     return found
 
 
 # ---------------------------------------------------------------- replicas
-
-
-def replicas_of(service: InferenceService, observed: Observed, settings: Settings = DEFAULTS) -> list[Replica]:
-    """The replicas that exist, from their StatefulSets and pods."""
-    revision, layout = engine.revision(service.spec), str(wanted_layout(service.spec))
-    image, found = engine.wanted_image(service, settings), []
-    for obj in observed.children:
-        index = meta.replica_index(service.metadata.name, obj["metadata"]["name"])
-        if obj["kind"] != "StatefulSet" or index is None:
-            continue
-        name = obj["metadata"]["name"]
-        pods, size = [p for p in observed.pods if p.owner == name], meta.as_applied(obj)["spec"]["replicas"]
-        alive = [p for p in pods if not p.terminating]
-        since = meta.annotation(obj, meta.DRAINING_SINCE)
-        known = [p.in_flight for p in pods if p.served and meta.leads(p.name)]
-        found.append(
-            Replica(
-                name=name,
-                index=index,
-                current=obj["metadata"]["labels"].get(meta.REVISION_LABEL) == revision
-                and meta.annotation(obj, meta.LAYOUT) == layout
-                and not _lost_image(pods, obj, image),
-                ready=len(alive) >= size and all(p.ready for p in alive),
-                served=any(p.served for p in pods),
-                running=any(p.running for p in pods),
-                unschedulable=any(p.reason == "Unschedulable" for p in pods),
-                draining_since=datetime.fromisoformat(since) if since else None,
-                in_flight=None if None in known else sum(n for n in known if n is not None),
-            )
-        )
-    return found
-
-
-def _lost_image(pods: Iterable[Pod], workload: Object, image: str) -> bool:
-    """Whether none of its pods can get its image, and another one would be used today. Templates are frozen, but not
-    on an image that never ran: that the operator's settings have been corrected is what everybody waits for."""
-    waiting = [p for p in pods if not p.terminating]
-    lost = bool(waiting) and all(p.reason in NO_IMAGE for p in waiting)
-    return lost and engine.image_of(meta.as_applied(workload)["spec"]["template"]) != image
-
-
-def _taken(service: InferenceService, replicas: list[Replica], pods: Iterable[Pod]) -> set[int]:
-    """Numbers in use, also by pods that outlive their StatefulSet for a while."""
-    owners = (meta.replica_index(service.metadata.name, p.owner) for p in pods)
-    return {r.index for r in replicas} | {index for index in owners if index is not None}
 
 
 def _new_names(service: InferenceService, taken: Iterable[int], count: int) -> list[str]:
@@ -155,9 +107,14 @@ def _replica_objects(
             obj = meta.with_annotations(obj, **{meta.DRAINING_SINCE: None})
         layout = parse_layout(meta.annotation(obj, meta.LAYOUT)) or wanted_layout(service.spec)
         wanted += [obj, *_beside(service, name, layout, obj["spec"]["replicas"])]
+    model = pattern(service, observed)
     for name in names:
-        layout, pods = wanted_layout(service.spec), service.spec.resources.nodes_per_replica
-        wanted += [engine.stateful_set(service, name, layout, settings), *_beside(service, name, layout, pods)]
+        layout = wanted_layout(service.spec)
+        made = engine.stateful_set(service, name, layout, settings)
+        if model is not None:
+            made = engine.renamed(meta.as_applied(model), name)
+            layout = parse_layout(meta.annotation(made, meta.LAYOUT)) or layout
+        wanted += [made, *_beside(service, name, layout, made["spec"]["replicas"])]
     return wanted
 
 
@@ -171,7 +128,12 @@ def _beside(service: InferenceService, name: str, layout: Layout, pods: int) -> 
 
 
 def _surroundings(
-    service: InferenceService, observed: Observed, leaving: frozenset[str], n: int, settings: Settings
+    service: InferenceService,
+    observed: Observed,
+    leaving: frozenset[str],
+    coming: list[str],
+    n: int,
+    settings: Settings,
 ) -> list[Object]:
     spec = service.spec
     routers = settings.router_replicas or spec.router.replicas
@@ -185,7 +147,9 @@ def _surroundings(
     if spec.router.mode == "Embedded":
         anyone_left = any(obj["kind"] == "StatefulSet" for obj in observed.children)
         count = 0 if spec.suspend and not anyone_left else routers
-        wanted.append(router.replica_map(service, router.replica_file(service, observed.pods, leaving)))
+        all_replicas = [o["metadata"]["name"] for o in observed.children if o["kind"] == "StatefulSet"] + coming
+        told = router.replica_file(service, observed.pods, leaving, all_replicas, settings)
+        wanted.append(router.replica_map(service, told))
         wanted.append(network.router_policy(service))
         wanted += _router_deployment(service, observed, count, settings)
     else:
@@ -205,7 +169,7 @@ def _router_deployment(service: InferenceService, observed: Observed, count: int
         kept = meta.as_applied(live)
         return [{**kept, "spec": {**kept["spec"], "replicas": count}}]
     pods = [p for p in observed.pods if p.owner == built["metadata"]["name"]]
-    if not same or _lost_image(pods, live, engine.image_of(built["spec"]["template"])):
+    if not same or lost_image(pods, live, engine.image_of(built["spec"]["template"])):
         return [built]
     # Frozen with its revision, as the engines are: an upgrade of the operator restarts no router.
     return [{**built, "spec": {**built["spec"], "template": meta.as_applied(live)["spec"]["template"]}}]
@@ -217,7 +181,7 @@ def _refused(observed: Observed, kind: str, revision: str) -> bool:
 
 
 def _to_dry_run(service: InferenceService, observed: Observed, free_name: str, settings: Settings) -> list[Object]:
-    """Objects that spec.overrides has a part in, of revisions that the API server has not seen."""
+    """Objects that spec.overrides has a part in, or an image volume, of revisions that the API server has not seen."""
     spec, found = service.spec, []
     seen = {(o["kind"], o["metadata"].get("labels", {}).get(meta.REVISION_LABEL)) for o in observed.children}
     seen |= {(r.kind, r.revision) for r in observed.refusals}
@@ -235,14 +199,14 @@ def reconcile(service: InferenceService, observed: Observed, now: datetime, sett
     """The plan for one service. `now` is aware; the plan's times are in UTC with whole seconds."""
     exact, now = now.astimezone(UTC), parse_time(now)
     desired = desired_replicas(service.spec)
-    replicas = replicas_of(service, observed, settings)
+    replicas = replicas_of(service, observed, exact, settings)
     moves = _moves(service, observed, replicas, desired, exact)
-    names = _new_names(service, _taken(service, replicas, observed.pods), max(moves.add, 1))
+    names = _new_names(service, taken_numbers(service, replicas, observed.pods), max(moves.add, 1))
     free_name, names = names[0], names[: moves.add]
     marked = {r.name for r in replicas if r.leaving}
     leaving = frozenset((marked | set(moves.drain)) - set(moves.resume))
 
-    wanted = _surroundings(service, observed, leaving, desired, settings)
+    wanted = _surroundings(service, observed, leaving, names, desired, settings)
     wanted += _replica_objects(service, observed, moves, names, exact, settings)
     stamped = [meta.stamped(obj) for obj in meta.in_creation_order(wanted)]
     live = {meta.key(obj): obj for obj in observed.children}
@@ -255,7 +219,7 @@ def reconcile(service: InferenceService, observed: Observed, now: datetime, sett
         drain=_to_tell(observed.pods, moves.tell, draining=True),
         resume=_to_tell(observed.pods, {r.name for r in replicas} - leaving, draining=False),
         status=status_of(Pass(service, observed, replicas, desired, now, settings, (*not_acted_upon(service.spec),))),
-        notes=tuple(_notes(service, replicas, moves, names, desired)),
+        notes=tuple(_notes(service, replicas, moves, _started(stamped, names), desired)),
         requeue_after=moves.wait.total_seconds() if moves.wait is not None else None,
         dry_run=tuple(_to_dry_run(service, observed, free_name, settings)),
     )
@@ -264,13 +228,21 @@ def reconcile(service: InferenceService, observed: Observed, now: datetime, sett
 def _moves(
     service: InferenceService, observed: Observed, replicas: list[Replica], desired: int, now: datetime
 ) -> Moves:
-    """What to do with the replicas; while the API server refuses their present template, none of it is started and
-    none of the old ones goes for it."""
+    """What to do with the replicas. While the API server refuses their present template, or their model is not in its
+    claim yet, none of it is started and none of the old ones goes for it. While there is no record of what was (a
+    backup without it), nothing goes at all: this pass writes one, from what there is, and the next one decides."""
     rollout = service.spec.rollout
     if _refused(observed, "StatefulSet", engine.revision(service.spec)):
         staying = sum(not r.leaving for r in replicas)
         desired, rollout = min(desired, staying), rollout.model_copy(update={"paused": True})
-    return plan_moves(replicas, desired, rollout, now, observed.spare_replicas)
+    if observed.status is None and replicas:
+        desired, rollout = max(desired, len(replicas)), rollout.model_copy(update={"paused": True})
+        return replace(plan_moves(replicas, desired, rollout), resume=(), delete=())
+    held, patience = ending(service, observed, now)
+    moves = plan_moves(replicas, desired, rollout, observed.spare_replicas, held)
+    if patience is None or not held:
+        return moves
+    return replace(moves, wait=min(patience, moves.wait or patience))
 
 
 def _outlives(obj: Object) -> bool:
@@ -295,14 +267,18 @@ def _to_tell(pods: Iterable[Pod], owners: Iterable[str], *, draining: bool) -> t
     )
 
 
+def _started(objects: Iterable[Object], names: list[str]) -> list[Object]:
+    return [o for o in objects if o["kind"] == "StatefulSet" and o["metadata"]["name"] in names]
+
+
 def _notes(
-    service: InferenceService, replicas: list[Replica], moves: Moves, names: list[str], desired: int
+    service: InferenceService, replicas: list[Replica], moves: Moves, started: list[Object], desired: int
 ) -> Iterable[str]:
     by_name = {r.name: r for r in replicas}
     revision = engine.revision(service.spec)
     wanted = f"{desired} replica{' is' if desired == 1 else 's are'} wanted"
-    for name in names:
-        yield f"starting replica {name}, revision {revision}"
+    for obj in started:
+        yield f"starting replica {obj['metadata']['name']}, revision {obj['metadata']['labels'][meta.REVISION_LABEL]}"
     for name in moves.drain:
         replica = by_name[name]
         why = wanted if replica.current else f"revision {revision} replaces it"
@@ -312,5 +288,11 @@ def _notes(
         yield f"taking replica {name} back: {wanted}"
     for name in moves.delete:
         replica = by_name[name]
-        late = replica.served and replica.running and replica.in_flight != 0
-        yield f"stopping replica {name}" + (": its time to drain is over" if late else ": nothing is in flight")
+        if name in moves.late:
+            load = "an unknown number" if replica.in_flight is None else str(replica.in_flight)
+            longest = service.spec.rollout.drain_timeout_seconds
+            yield f"cutting off replica {name} with {load} in flight: drainTimeoutSeconds ({longest}) is over"
+        elif name in moves.replaced:
+            yield f"replacing replica {name}: its pod has been evicted or deleted, or its node is lost"
+        else:
+            yield f"stopping replica {name}: nothing is in flight"

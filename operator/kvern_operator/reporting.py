@@ -5,7 +5,7 @@ Status is a record: what nothing tells any more (a capacity, a device) stays as 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvern_operator.conditions import View, compute, condition
 from kvern_operator.desired import engine, meta, services
 from kvern_operator.desired.layout import Layout, parse_layout, wanted_layout
 from kvern_operator.observed import Notice, Observed, Pod
+from kvern_operator.replicas import marked_at
 from kvern_operator.rollout import Replica
 from kvern_operator.settings import Settings
 
@@ -74,7 +75,7 @@ def status_of(found: Pass) -> InferenceServiceStatus:
             gpus=sum(_number(meta.annotation(o, meta.GPUS)) for o in sets.values()),
             kv_tokens_per_replica=next((f.kv_tokens for f in parallelism.feasible if f.size == layout.tensor), None),
         ),
-        autoscaling=_decision(service, found.desired, previous, found.now),
+        autoscaling=_decision(service, found.desired, len(found.replicas), previous, found.now),
         revision=Revision(current=revisions.pop() if len(revisions) == 1 else before, updated=engine.revision(spec)),
         cache=CacheStatus(phase=phase),
         conditions=compute(view, previous, service.metadata.generation, found.now),
@@ -115,6 +116,9 @@ def _view(found: Pass, layout: Layout, layouts: frozenset[Layout], ready: int) -
         layouts=layouts,
         url=services.url(found.service, found.settings),
         ignored=(*found.ignored, *found.settings.ignored),
+        drains=_drains(found),
+        full=found.observed.spare_replicas == 0,
+        ended=tuple(sorted({p.name for p in found.observed.pods if p.component == meta.ENGINE and p.terminating})),
         around=Surroundings(
             notices=_relevant(found.observed),
             refusals=found.observed.refusals,
@@ -122,6 +126,13 @@ def _view(found: Pass, layout: Layout, layouts: frozenset[Layout], ready: int) -
             memory="" if memory is None else str(memory),
         ),
     )
+
+
+def _drains(found: Pass) -> tuple[str, ...]:
+    """Who drains, and until when at the latest: a time and no duration, which would be another one each second."""
+    longest = timedelta(seconds=found.service.spec.rollout.drain_timeout_seconds)
+    marks = {o["metadata"]["name"]: marked_at(o) for o in found.observed.children if o["kind"] == "StatefulSet"}
+    return tuple(f"{name} until {mark + longest:%H:%M:%S}Z at the latest" for name, mark in marks.items() if mark)
 
 
 def _relevant(observed: Observed) -> tuple[Notice, ...]:
@@ -181,11 +192,12 @@ def _startup(pods: Iterable[Pod], previous: InferenceServiceStatus | None) -> St
 
 
 def _decision(
-    service: InferenceService, desired: int, previous: InferenceServiceStatus | None, now: datetime
+    service: InferenceService, desired: int, existing: int, previous: InferenceServiceStatus | None, now: datetime
 ) -> AutoscalingStatus:
+    """Where no decision is on record, it is one from the number of replicas that there are."""
     before = previous.autoscaling if previous else AutoscalingStatus()
     seen = previous is not None and before.last_decision is not None
-    last = previous.desired_replicas if previous is not None and seen else 0
+    last = previous.desired_replicas if previous is not None and seen else existing
     if seen and last == desired:
         return before
     why = "suspended" if service.spec.suspend else f"spec.replicas is {service.spec.replicas}"

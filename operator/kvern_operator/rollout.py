@@ -6,7 +6,7 @@ and the one with the least in flight goes first.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from kvern_operator.api.base import resolve_count
 from kvern_operator.api.types import Rollout
@@ -27,21 +27,24 @@ class Replica:
     ready: bool = False
     served: bool = False  # may hold requests
     running: bool = False  # some container of it runs
-    unschedulable: bool = False
-    draining_since: datetime | None = None
+    unschedulable: bool = False  # no node, or no quota, for a pod of it
+    holds: bool = True  # has pods that have a node: their devices are taken
+    leaving_for: timedelta | None = None  # since it was marked to go; None: it stays
     in_flight: int | None = None
+    going: bool = False  # some pod of it ends without our doing: evicted, deleted, or its node is lost
 
     @property
     def leaving(self) -> bool:
         """Marked to go."""
-        return self.draining_since is not None
+        return self.leaving_for is not None
 
 
 @dataclass(frozen=True)
 class Moves:
     """What to do with the replicas now. `wait`: when to look again, if nothing happens before.
 
-    `drain` are marked as leaving, `tell` are replicas marked before whose pods are to be told now.
+    `drain` are marked as leaving, `tell` are replicas marked before whose pods are to be told now. Of those in
+    `delete`, `late` hold requests still, and `replaced` are deleted because their pods end anyway.
     """
 
     add: int = 0
@@ -49,6 +52,8 @@ class Moves:
     tell: tuple[str, ...] = ()
     resume: tuple[str, ...] = ()
     delete: tuple[str, ...] = ()
+    late: frozenset[str] = frozenset()
+    replaced: frozenset[str] = frozenset()
     wait: timedelta | None = None
 
 
@@ -61,8 +66,9 @@ class Bounds:
     recreate: bool = False
 
 
-def bounds_of(rollout: Rollout, desired: int, new: list[Replica], spare: int | None) -> Bounds:
-    """The bounds that a strategy stands for. `spare`: how many more replicas would fit; None: unknown."""
+def bounds_of(rollout: Rollout, desired: int, holding: int, spare: int | None) -> Bounds:
+    """The bounds that a strategy stands for. `spare`: how many more replicas would fit; None: unknown. `holding`: how
+    many hold their devices now; what they hold beyond `desired` is a surge's place, and can be used again."""
     surge = resolve_count(rollout.max_surge, desired, round_up=True)
     unavailable = resolve_count(rollout.max_unavailable, desired, round_up=False)
     if surge == 0 and unavailable == 0:
@@ -72,64 +78,88 @@ def bounds_of(rollout: Rollout, desired: int, new: list[Replica], spare: int | N
     swap = Bounds(0, max(unavailable, 1))
     if rollout.strategy == "DrainSwap" or surge == 0:
         return swap
-    if rollout.strategy == "Surge":
+    if rollout.strategy == "Surge" or spare is None:
         return Bounds(surge, unavailable)
-    starting = any(not r.ready and not r.unschedulable for r in new)
-    has_room = spare is None or spare > 0 or starting
-    return Bounds(surge, unavailable) if has_room else swap
+    room = spare + max(holding - desired, 0)
+    return Bounds(min(surge, room), unavailable) if room > 0 else swap
 
 
 def plan_moves(
-    replicas: Iterable[Replica], desired: int, rollout: Rollout, now: datetime, spare: int | None = None
+    replicas: Iterable[Replica],
+    desired: int,
+    rollout: Rollout,
+    spare: int | None = None,
+    ending: int = 0,
 ) -> Moves:
-    """The moves towards `desired` replicas that are all current, one safe step at a time."""
+    """The moves towards `desired` replicas that are all current, one safe step at a time. `ending`: replicas whose
+    StatefulSet is gone while pods of it still hold their devices."""
     everyone = sorted(replicas, key=lambda r: r.index)
-    delete, waits = _finished(everyone, rollout, now)
-    leaving = [r for r in everyone if r.leaving and r.name not in delete]
-    live = [r for r in everyone if not r.leaving]
+    done, late, waits = _finished(everyone, rollout)
+    # A pod that ends takes as long as its last stream. Its replacement need not wait for that, nor is there a reason
+    # to have the same pod again. An old revision stays: only its StatefulSet knows the template that served.
+    replaced = {r.name for r in everyone if r.going and r.current and not r.leaving}
+    delete = done | replaced
+    ending += sum(r.holds for r in everyone if r.name in delete)
+    staying = [r for r in everyone if r.name not in delete]
+    leaving, live = [r for r in staying if r.leaving], [r for r in staying if not r.leaving]
     if rollout.paused:
         new, old = live, []  # nothing is replaced, whatever its revision
     else:
         new, old = [r for r in live if r.current], [r for r in live if not r.current]
 
-    resume = _taken_back([r for r in leaving if r.current or rollout.paused], desired - len(new))
+    keep = _kept(staying, desired, rollout)
+    resume = _taken_back([r for r in leaving if r.current or rollout.paused], keep - len(new))
     new = new + resume
-    surplus = _to_go(new)[: max(len(new) - desired, 0)]
+    surplus = _to_go(new)[: max(len(new) - keep, 0)]
     new = [r for r in new if r not in surplus]
-    bounds = bounds_of(rollout, desired, new, spare)
-    replaced = old if bounds.recreate else _replaceable(new, old, desired, bounds)
+    holding = sum(not r.unschedulable for r in staying) + ending
+    bounds = bounds_of(rollout, desired, holding, spare)
+    replaceable = old if bounds.recreate else _replaceable(new, old, desired, bounds)
 
-    drain = [r for r in (*surplus, *replaced) if r not in resume]
-    still_there = [r for r in everyone if r not in new]
-    held_by_old = [r for r in still_there if not r.current] if not rollout.paused else []
+    drain = [r for r in (*surplus, *replaceable) if r not in resume]
+    others = [r for r in staying if r not in new]
+    rolling = not rollout.paused and any(not r.current for r in others)
     return Moves(
-        add=_addable(desired, len(new), still_there, held_by_old, bounds),
+        add=_addable(desired, len(new), len(others) + ending, rolling, bounds),
         drain=tuple(r.name for r in drain),
-        tell=tuple(r.name for r in leaving if r not in resume and _since(r, now) >= ROUTERS_FIRST),
+        tell=tuple(r.name for r in leaving if r not in resume and _since(r) >= ROUTERS_FIRST),
         resume=tuple(r.name for r in resume if r not in surplus),
         delete=tuple(sorted(delete)),
+        late=frozenset(late),
+        replaced=frozenset(replaced),
         wait=min(waits, default=None) if not drain else min([*waits, ROUTERS_FIRST]),
     )
 
 
-def _since(replica: Replica, now: datetime) -> timedelta:
-    return now - replica.draining_since if replica.draining_since is not None else timedelta(0)
+def _since(replica: Replica) -> timedelta:
+    return replica.leaving_for if replica.leaving_for is not None else timedelta(0)
 
 
-def _finished(replicas: list[Replica], rollout: Rollout, now: datetime) -> tuple[set[str], list[timedelta]]:
-    """Leaving replicas that hold nothing any more or are out of time, and how long the others may still take."""
-    done, waits = set(), []
+def _finished(replicas: list[Replica], rollout: Rollout) -> tuple[set[str], set[str], list[timedelta]]:
+    """Leaving replicas that hold nothing any more or are out of time, those of them that are late, and how long the
+    others may still take."""
+    done, late, waits = set(), set(), []
     for replica in replicas:
-        if replica.draining_since is None:
+        if replica.leaving_for is None:
             continue
-        left = replica.draining_since + timedelta(seconds=rollout.drain_timeout_seconds) - now
-        empty = replica.in_flight == 0 and _since(replica, now) >= DRAIN_SETTLE
-        if not replica.served or not replica.running or empty or left <= timedelta(0):
+        left = timedelta(seconds=rollout.drain_timeout_seconds) - replica.leaving_for
+        empty = replica.in_flight == 0 and replica.leaving_for >= DRAIN_SETTLE
+        # One whose pods end already drains by itself; while its StatefulSet is there, another pod would follow.
+        if not replica.served or not replica.running or empty or replica.going:
             done.add(replica.name)
+        elif left <= timedelta(0):
+            done.add(replica.name)
+            late.add(replica.name)
         else:
-            steps = [replica.draining_since + step - now for step in (ROUTERS_FIRST, DRAIN_SETTLE)]
+            steps = [step - replica.leaving_for for step in (ROUTERS_FIRST, DRAIN_SETTLE)]
             waits.append(min((step for step in (*steps, left) if step > timedelta(0)), default=left))
-    return done, waits
+    return done, late, waits
+
+
+def _kept(staying: list[Replica], desired: int, rollout: Rollout) -> int:
+    """How many may stay. A rollout that is paused half way leaves its surge: which revision shall win is not said."""
+    half_way = rollout.paused and len({r.current for r in staying}) > 1
+    return desired + (resolve_count(rollout.max_surge, desired, round_up=True) if half_way and desired else 0)
 
 
 def _to_go(replicas: list[Replica]) -> list[Replica]:
@@ -158,11 +188,12 @@ def _replaceable(new: list[Replica], old: list[Replica], desired: int, bounds: B
     return broken + healthy
 
 
-def _addable(desired: int, have: int, others: list[Replica], old: list[Replica], bounds: Bounds) -> int:
-    """How many replicas to start. During a rollout whatever still holds its devices counts against the surge."""
+def _addable(desired: int, have: int, others: int, rolling: bool, bounds: Bounds) -> int:
+    """How many replicas to start beside the `have` that stay. `others` still hold their devices. While a revision
+    replaces another they count against the surge; where there is no surge, nothing starts in a place that is taken."""
     missing = max(desired - have, 0)
-    if bounds.recreate and old:
+    if bounds.recreate and (rolling or others):
         return 0
-    if not old:
+    if not rolling and bounds.surge > 0:
         return missing
-    return max(min(missing, desired + bounds.surge - have - len(others)), 0)
+    return max(min(missing, desired + bounds.surge - have - others), 0)

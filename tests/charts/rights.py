@@ -28,6 +28,7 @@ ALWAYS: set[Right] = {
 CLUSTER_WIDE: set[Right] = {
     ("apiextensions.k8s.io", "customresourcedefinitions", "list"),
     ("apiextensions.k8s.io", "customresourcedefinitions", "watch"),
+    ("", "nodes", "list"),
 }
 
 

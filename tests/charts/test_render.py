@@ -178,7 +178,7 @@ def test_one_role_a_concern_and_no_star(render: Any, namespaces: list[str]) -> N
         "secrets",
         "events",
         "lease",
-        *([] if namespaces else ["definitions", "monitors"]),
+        *([] if namespaces else ["definitions", "monitors", "nodes"]),
     }
     assert {r for r in granted(roles) if r[1] == "secrets"} == {("", "secrets", "create")}
 

@@ -166,7 +166,10 @@ def test_no_star_in_any_role() -> None:
 def test_secrets_can_only_be_created() -> None:
     roles = [o for o in base("roles.yaml") if o["kind"] in ("ClusterRole", "Role")]
     assert {r for r in granted(roles) if "secrets" in r[1]} == {("", "secrets", "create")}
-    assert not [r for r in granted(roles) if r[1] in ("roles", "clusterroles", "rolebindings", "pods/exec", "nodes")]
+    assert not [
+        r for r in granted(roles) if r[1] in ("roles", "clusterroles", "rolebindings", "pods/exec", "nodes/proxy")
+    ]
+    assert {r for r in granted(roles) if r[1] == "nodes"} == {("", "nodes", "list")}
 
 
 def test_lease_is_bound_to_its_name() -> None:

@@ -16,6 +16,7 @@ from kvern_operator.events import Poster
 from kvern_operator.kube import PLURALS, KubeClient
 from kvern_operator.metrics import Metrics
 from kvern_operator.mirror import Mirror
+from kvern_operator.nodes import NodeReader
 from kvern_operator.notices import NoticeReader
 from kvern_operator.settings import Settings
 
@@ -55,6 +56,7 @@ class Bench:
             self.executor,
             self.prober,
             self.notices,
+            NodeReader(self.client),
             Poster(self.client, "test"),
             self.settings,
             self.metrics,
@@ -112,6 +114,9 @@ class Bench:
     def condition(self, type_: str) -> tuple[str, str]:
         found = next(c for c in self.status["conditions"] if c["type"] == type_)
         return found["status"], found["reason"]
+
+    def message(self, type_: str) -> str:
+        return next(c["message"] for c in self.status["conditions"] if c["type"] == type_)
 
     def events(self) -> list[tuple[str, str]]:
         found = [o for o in self.api.objects.values() if o["kind"] == "Event" and "regarding" in o]

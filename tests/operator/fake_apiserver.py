@@ -21,7 +21,7 @@ RESOURCES = {
     "v1": {
         "pods": "Pod", "services": "Service", "configmaps": "ConfigMap", "secrets": "Secret", "events": "Event",
         "persistentvolumeclaims": "PersistentVolumeClaim", "serviceaccounts": "ServiceAccount",
-        "namespaces": "Namespace",
+        "namespaces": "Namespace", "nodes": "Node",
     },
     "apps/v1": {"statefulsets": "StatefulSet", "deployments": "Deployment"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
@@ -103,6 +103,10 @@ class FakeApi:
         """All watches end with "too old", as after a restart of the API server."""
         self._send({"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}})
 
+    def hush(self) -> None:
+        """The watches that there are stay open and bring nothing any more, not even bookmarks."""
+        self._watchers.clear()
+
     def _tell(self, type_: str, path: str, obj: dict) -> None:
         parts = path.split("/")
         self._send({"type": type_, "object": copy.deepcopy(obj)}, parts[-2], parts[-3])
@@ -135,9 +139,11 @@ class FakeApi:
             return _status(404, "not found")
         if method == "PUT":
             return self._replace(path, body)
-        wanted = (body or {}).get("preconditions", {}).get("uid")
-        if wanted and wanted != self.objects[path]["metadata"]["uid"]:
-            return _status(409, "the UID in the precondition does not match")
+        wanted, found = (body or {}).get("preconditions", {}), self.objects[path]["metadata"]
+        for name, word in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
+            if wanted.get(name, found[name]) != found[name]:
+                text = f"{word} in precondition: {wanted[name]}, {word} in object meta: {found[name]}"
+                return _status(409, f"Operation cannot be fulfilled: Precondition failed: {text}")
         self.remove(path)
         return web.json_response({"kind": "Status", "status": "Success"})
 
@@ -205,6 +211,10 @@ class FakeApi:
     async def _watch(self, request: web.Request, path: str) -> web.StreamResponse:
         parts = path.strip("/").split("/")
         queue: asyncio.Queue = asyncio.Queue()
+        since = int(request.query.get("resourceVersion") or 0)
+        for obj in self._list(path, "")["items"] if since else ():  # what has changed before the watch began
+            if int(obj["metadata"]["resourceVersion"]) > since:
+                queue.put_nowait({"type": "MODIFIED", "object": copy.deepcopy(obj)})
         entry = (parts[-1], parts[-2] if "namespaces" in parts else "", queue)
         self._watchers.append(entry)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -219,7 +229,8 @@ class FakeApi:
                 if event["type"] == "ERROR":
                     break
         finally:
-            self._watchers.remove(entry)
+            if entry in self._watchers:
+                self._watchers.remove(entry)
         return response
 
 
@@ -249,7 +260,7 @@ def _discovery(parts: list[str]) -> dict | None:
             "name": plural,
             "singularName": kind.lower(),
             "kind": kind,
-            "namespaced": plural not in ("namespaces", "customresourcedefinitions"),
+            "namespaced": plural not in ("namespaces", "nodes", "customresourcedefinitions"),
             "verbs": verbs,
         }
         for plural, kind in RESOURCES[group_version].items()

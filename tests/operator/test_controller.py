@@ -1,5 +1,7 @@
 """The operator's pass against an API server in this process: what is written, when, and what is said when it fails."""
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 from effects import KEY, SERVICE_PATH, Bench, path
 
@@ -161,6 +163,96 @@ async def test_a_stale_decision_about_a_replica_is_refused(bench, api):
     assert caught.value.status == 409
     assert not meta.annotation(api.objects[where], meta.DRAINING_SINCE)
     await stale.close()
+
+
+async def test_a_replica_that_was_taken_back_is_not_deleted_by_who_has_not_heard_of_it(bench, api):
+    await running(bench, {"replicas": 1})
+    where, now = path("StatefulSet", "smol-r0"), datetime.now(UTC)
+    marked = api.objects[where]
+    annotations = {**marked["metadata"]["annotations"], meta.DRAINING_SINCE: (now - timedelta(hours=1)).isoformat()}
+    api.put(where, {**marked, "metadata": {**marked["metadata"], "annotations": annotations}})
+    bench.create({"replicas": 0}, generation=2)
+    stale = Bench(api)
+    stale.pump()
+    taken_back = api.put(where, marked)  # by the other leader, just now
+    with pytest.raises(ApiError) as caught:
+        await stale.work()
+    assert caught.value.status == 409 and "ResourceVersion in precondition" in str(caught.value)
+    assert api.objects[where] == taken_back
+    await stale.close()
+
+
+async def test_what_another_leader_has_made_is_not_made_over_again(bench, api):
+    """Its watch is late: the other one may have decided to drain it since."""
+    bench.create()
+    late = Bench(api)
+    late.pump()
+    await bench.work()
+    where = path("StatefulSet", "smol-r0")
+    made = api.objects[where]
+    with pytest.raises(ApiError) as caught:
+        await late.work()
+    assert caught.value.status == 409 and api.objects[where] == made
+    await late.settle()
+    assert api.objects[where] == made
+    await late.close()
+
+
+def on_node(api, gpus: int) -> None:
+    ready = [{"type": "Ready", "status": "True"}]
+    status = {"allocatable": {"nvidia.com/gpu": str(gpus), "pods": "110"}, "conditions": ready}
+    api.put("/api/v1/nodes/node", {"kind": "Node", "metadata": {"name": "node"}, "status": status})
+
+
+@pytest.mark.parametrize(("gpus", "first"), [(2, ["smol-r0", "smol-r1"]), (1, ["smol-r0"])])
+async def test_a_rollout_looks_at_the_nodes_and_surges_or_swaps(bench, api, gpus, first):
+    one = {"resources": {"gpusPerPod": 1}, "rollout": {"drainTimeoutSeconds": 0}}
+    on_node(api, gpus)
+    await running(bench, one)
+    assert not [r for r in api.requests if "/nodes" in r[1]]  # nobody asks for them before
+    bench.create({**one, "engine": {"maxModelLen": 512}}, generation=2)
+    await bench.controller.work(KEY)
+    assert [r for r in api.requests if r == ("GET", "/api/v1/nodes")]
+    assert sorted(api.of("statefulsets")) == first
+    leaving = [n for n, o in api.of("statefulsets").items() if meta.annotation(o, meta.DRAINING_SINCE)]
+    assert leaving == ([] if gpus == 2 else ["smol-r0"])
+    if gpus == 1:
+        bench.pump()
+        await bench.work()
+        assert api.of("statefulsets") == {}  # its pod still holds the only GPU
+        bench.pump()
+        await bench.work()
+        assert api.of("statefulsets") == {}
+        assert "once smol-r0-0 has ended" in bench.message("Progressing")
+        api.remove(path("Pod", "smol-r0-0"))
+        bench.pump()
+        await bench.work()
+        assert len(api.of("statefulsets")) == 1
+
+
+async def test_a_drain_that_runs_out_of_time_is_a_warning(bench, api):
+    short = {"rollout": {"drainTimeoutSeconds": 0}}
+    await running(bench, short)
+    bench.create({**short, "replicas": 0}, generation=2)
+    await bench.settle()
+    await bench.settle()
+    assert ("Warning", "DrainTimedOut") in bench.events()
+    notes = [o["note"] for o in api.objects.values() if o["kind"] == "Event" and o["reason"] == "DrainTimedOut"]
+    said = "cutting off replica smol-r0 with an unknown number in flight: drainTimeoutSeconds (0) is over"
+    assert notes == [said]
+
+
+async def test_a_clock_that_is_put_forward_cuts_no_stream_off(bench, api, monkeypatch):
+    await running(bench)
+    bench.create({"replicas": 0}, generation=2)
+    await bench.work()
+    bench.pump()
+    await bench.work()
+    later = datetime.now(UTC) + timedelta(days=1)
+    monkeypatch.setattr("kvern_operator.controller.datetime", type("Clock", (), {"now": staticmethod(lambda _: later)}))
+    bench.pump()
+    assert 0 < await bench.work() <= 300
+    assert set(api.of("statefulsets")) == {"smol-r0"}
 
 
 async def test_nothing_is_written_once_the_lease_has_run_out(bench, api):

@@ -1,5 +1,9 @@
 """What a spec leads to: pod templates, probes, layouts, Services, budgets, claims, overrides."""
 
+import dataclasses
+import json
+from datetime import UTC, datetime
+
 import pytest
 from fake_cluster import FakeCluster, service
 
@@ -8,6 +12,7 @@ from kvern_operator.desired import engine, meta, router, services
 from kvern_operator.desired.layout import Layout, parse_layout, wanted_layout
 from kvern_operator.desired.merge import merged
 from kvern_operator.desired.probes import model_bytes, startup_seconds
+from kvern_operator.observed import Pod
 from kvern_operator.settings import Settings
 
 SETTINGS = Settings(engine_image="engine:1", operator_image="operator:1", operator_key=b"k")
@@ -89,6 +94,23 @@ def test_grace_exceeds_the_drain_and_the_routers_exceeds_the_engines(drain):
     of_engine = pod(made)["terminationGracePeriodSeconds"]
     of_router = router.pod_template(made, {}, SETTINGS)["spec"]["terminationGracePeriodSeconds"]
     assert drain < of_engine < of_router
+
+
+def test_without_a_router_an_engine_goes_on_accepting_until_the_service_has_forgotten_it():
+    """A router sends again what an engine refuses; clients that come through the Service get what it says."""
+    routed, bare = container(service()), container(service("router: {mode: None}"))
+    assert "--shutdown-grace-seconds" not in routed["args"]
+    at = bare["args"].index("--shutdown-grace-seconds")
+    assert bare["args"][at + 1] == str(SETTINGS.endpoints_delay)
+    made = service("router: {mode: None}, rollout: {drainTimeoutSeconds: 60}")
+    assert pod(made)["terminationGracePeriodSeconds"] > 60 + SETTINGS.endpoints_delay
+
+
+def test_a_pod_that_serves_nobody_keeps_no_node_from_being_drained():
+    for budget in services.disruption_budgets(service(), 2, 2):
+        assert budget["spec"]["maxUnavailable"] == 1
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    assert services.disruption_budgets(service(), 1, 1) == []
 
 
 def test_a_replica_of_several_nodes_is_one_stateful_set():
@@ -229,7 +251,7 @@ def test_overrides_are_merged_last():
     assert made["metadata"]["annotations"] == {"a": "b"} and made["metadata"]["labels"]
     assert made["spec"]["priorityClassName"] == "high"
     first, second = made["spec"]["containers"]
-    assert {e["name"]: e["value"] for e in first["env"]} == {
+    assert {e["name"]: e["value"] for e in first["env"] if "value" in e} == {
         "KVERN_CACHE_DIR": "/var/cache/kvern",
         "HF_HOME": "/var/cache/kvern/huggingface",
         "HOME": "/x",
@@ -269,6 +291,57 @@ def test_the_routers_flags_are_ones_that_it_has():
 
     template = router.pod_template(service("router: {apiKeysSecretRef: {name: keys}}"), {}, SETTINGS)
     assert parse_args(template["spec"]["containers"][0]["args"]).hold_timeout == 300
+
+
+def test_limits_are_the_routers_business_without_a_restart():
+    def made(spec):
+        return router.revision(service(spec))
+
+    assert made("router: {limits: {requestsPerMinute: 5}}") == made("router: {limits: {tokensPerMinute: 9}}")
+    assert made("router: {limits: {requestsPerMinute: 5}}") != made(""), "a router of before keeps none"
+    assert made("router: {limits: {}}") == made("")
+    assert made("router: {replicas: 3}") == made("router: {replicas: 4}")
+
+
+def test_routers_are_told_of_limits_and_of_each_other():
+    limited = service("router: {limits: {requestsPerMinute: 5}}")
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    pods = [
+        Pod("smol-router-b", "1", "smol-router", meta.ROUTER, now, running=True, address="10.0.0.2:8000"),
+        Pod("smol-router-a", "2", "smol-router", meta.ROUTER, now, running=True, address="10.0.0.1:8000"),
+        Pod("smol-router-c", "3", "smol-router", meta.ROUTER, now, running=False, address="10.0.0.3:8000"),
+    ]
+    told = json.loads(router.replica_file(limited, pods, frozenset()))
+    assert told["limits"] == {"requestsPerMinute": 5}
+    assert told["routers"] == ["10.0.0.1:8000", "10.0.0.2:8000"]
+    assert "routers" not in json.loads(router.replica_file(service(""), pods, frozenset())), "nor written for nothing"
+
+
+def test_routers_get_the_dns_names_of_all_replicas_that_shall_serve():
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    going = Pod("smol-r2-0", "1", "smol-r2", meta.ENGINE, now, running=True, terminating=True)
+    names, leaving = ["smol-r0", "smol-r1", "smol-r2"], frozenset({"smol-r1"})
+    inside = dataclasses.replace(SETTINGS, namespace="kvern", cluster_domain="example.net")
+    told = json.loads(router.replica_file(service(""), [going], leaving, names, inside))
+    assert told["hosts"] == [
+        {"name": "smol-r0-0", "host": "smol-r0-0.smol-engines.team-a.svc.example.net", "port": 8000}
+    ]
+    assert "hosts" not in json.loads(router.replica_file(service(""), [], frozenset(), names, SETTINGS))
+
+
+def test_routers_understand_what_they_are_told():
+    from kvern_router.replicas import parse_replicas
+
+    limited = service("router: {limits: {requestsPerMinute: 5, tokensPerMinute: 7}}")
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    pods = [
+        Pod("smol-router-a", "2", "smol-router", meta.ROUTER, now, running=True, address="[fd00::1]:8000"),
+        Pod("smol-r0-0", "1", "smol-r0", meta.ENGINE, now, running=True, ready=True, address="[fd00::2]:8000"),
+    ]
+    inside = dataclasses.replace(SETTINGS, namespace="kvern")
+    told = parse_replicas(router.replica_file(limited, pods, frozenset(), ["smol-r0"], inside))
+    assert (told.limits.requests, told.limits.tokens, told.routers) == (5, 7, (("fd00::1", 8000),))
+    assert (told.replicas[0].host, told.hosts[0].name) == ("fd00::2", "smol-r0-0")
 
 
 def test_services_and_budgets():

@@ -1,6 +1,8 @@
 """Who leads: the decisions alone, then candidates against an API server in this process."""
 
 import asyncio
+import itertools
+import time
 
 import pytest
 from effects import until
@@ -9,7 +11,18 @@ from hypothesis import strategies as st
 from kubernetes.aio.client.configuration import Configuration
 
 from kvern_operator.kube import KubeClient
-from kvern_operator.leader import Elector, Record, Sighting, Terms, decide, from_lease, next_record, sight, to_spec
+from kvern_operator.leader import (
+    Elector,
+    Record,
+    Sighting,
+    Terms,
+    awake_or_not,
+    decide,
+    from_lease,
+    next_record,
+    sight,
+    to_spec,
+)
 
 PATH = "/apis/coordination.k8s.io/v1/namespaces/kvern-system/leases/kvern-operator"
 FAST = Terms(duration=2.4, deadline=1.8, retry=0.1)
@@ -138,3 +151,52 @@ async def test_keep_ends_when_somebody_else_holds_the_lease(api, make):
     assert not elector.valid() and elector.leader == "b"
     await elector.release()  # of another's lease: nothing
     assert api.objects[PATH]["spec"]["holderIdentity"] == "b"
+
+
+async def test_a_leader_ends_when_the_data_are_older_than_they_were(api, make):
+    """etcd was restored from a backup: the Lease is there, at a lower version than it had."""
+    elector = make("a", LONG)
+    await elector.acquire()
+    keeping = asyncio.create_task(elector.keep())
+    lease = api.objects[PATH]
+    await asyncio.sleep(0.25)
+    assert not keeping.done()
+    api.objects[PATH] = {**lease, "metadata": {**lease["metadata"], "resourceVersion": "7"}}
+    async with asyncio.timeout(60):
+        await keeping
+    assert elector.gone_back and not elector.valid()
+    # The process that starts next takes what is there for what there is.
+    again = make("a", LONG)
+    await again.acquire()
+    assert again.valid() and not again.gone_back
+
+
+async def test_a_lease_that_was_not_in_the_backup_is_noticed_as_well(api, make):
+    elector = make("a", LONG)
+    await elector.acquire()
+    keeping = asyncio.create_task(elector.keep())
+    del api.objects[PATH]
+    api._versions = itertools.count(3)
+    async with asyncio.timeout(60):
+        await keeping
+    assert elector.gone_back
+
+
+async def test_a_standby_that_sees_a_restore_leads_on(api, make):
+    first, second = make("a", LONG), make("b", LONG)
+    await first.acquire()
+    waiting = asyncio.create_task(second.acquire())
+    await until(lambda: second.leader == "a")
+    lease = api.objects[PATH]
+    spec = {**lease["spec"], "holderIdentity": ""}
+    api.objects[PATH] = {**lease, "metadata": {**lease["metadata"], "resourceVersion": "7"}, "spec": spec}
+    async with asyncio.timeout(60):
+        await waiting
+    assert second.valid() and not second.gone_back
+
+
+def test_a_lease_does_not_stay_fresh_while_the_machine_sleeps(monkeypatch):
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        pytest.skip("this system has no clock that runs while it sleeps")
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: {time.CLOCK_BOOTTIME: 5000.0}[clock])
+    assert awake_or_not() == 5000.0

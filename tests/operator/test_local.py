@@ -190,6 +190,23 @@ async def test_two_replicas_one_killed_comes_back_while_the_other_answers(make_u
     assert up.pods()[1]["restarts"] == 0
 
 
+async def test_limits_are_kept_and_change_without_a_restart(make_up):
+    up = make_up("  router: {limits: {requestsPerMinute: 1}}\n").start()
+    await up.ready()
+    (router,) = up.pods("router")
+    assert await up.say("one") == "fake-model: one 0 1"
+    with pytest.raises(AskError, match=r"1 requests a minute \(router.limits.requestsPerMinute\)"):
+        await up.say("two")
+    up.edit("  router: {limits: {requestsPerMinute: 60000}}\n")
+    answer = ""
+    async with asyncio.timeout(60):
+        while not answer:
+            with contextlib.suppress(AskError):
+                answer = await up.say("three")
+    assert answer == "fake-model: three 0 1"
+    assert [p["pid"] for p in up.pods("router")] == [router["pid"]]
+
+
 async def test_a_crash_loop_backs_off_and_its_cause_comes_up(make_up):
     up = make_up()
     up.control(exit=3, say="Traceback (most recent call last):\n  File x\nValueError: no such model\nbye")
@@ -380,7 +397,7 @@ async def test_a_second_up_of_the_same_service_is_refused(make_up):
 
 
 async def test_status_shows_columns_conditions_and_pods(make_up, capsys):
-    up = make_up("  router: {limits: {requestsPerMinute: 9}}\n")
+    up = make_up("  parallelism: {tensor: {mode: Recommend}}\n")
     up.start()
     await up.ready()
     capsys.readouterr()
@@ -393,7 +410,7 @@ async def test_status_shows_columns_conditions_and_pods(make_up, capsys):
     assert "Ready               True" in out and "1 of 1 replicas answer at" in out
     assert "Last decision   0 -> 1 replicas, " in out and "s ago: spec.replicas is 1." in out
     assert "fake-r0-0" in out and "fake-router-0" in out
-    assert "FieldsIgnored       True     NotSupportedHere" in out and "rate limits are not kept yet" in out
+    assert "FieldsIgnored       True     NotSupportedHere" in out and "Recommend is not acted upon yet" in out
     assert main(["status", "fake", "-o", "yaml"]) == 0
     assert "observedGeneration: 1" in capsys.readouterr().out
     assert main(["status", "nobody"]) == 1

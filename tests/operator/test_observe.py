@@ -2,10 +2,14 @@
 
 import pytest
 from fake_cluster import service
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvern_operator.admin import Report
+from kvern_operator.api.status import InferenceServiceStatus
 from kvern_operator.mirror import trim_child, trim_pod
 from kvern_operator.observe import observe, read_status
+from kvern_operator.observed import Notice
 
 LABELS = {"kvern.dev/service": "smol"}
 
@@ -99,6 +103,43 @@ def test_there_is_no_room_while_a_pod_fits_nowhere():
     stuck = scene([child("smol-r0")], [pod(scheduled=False)])
     assert stuck.observed.spare_replicas == 0
     assert stuck.observed.pods[0].message == "0/2 nodes: Insufficient gpu"  # the scheduler's words
+
+
+def test_there_is_no_room_while_a_quota_keeps_pods_away():
+    words = (
+        'create Pod smol-r0-0 in StatefulSet smol-r0 failed error: pods "smol-r0-0" is forbidden: exceeded quota: gpus'
+    )
+    quota = (Notice("StatefulSet", "smol-r0", "FailedCreate", words),)
+    assert scene([child("smol-r0")], [], notices=quota).observed.spare_replicas == 0
+    assert scene([child("smol-r0")], [pod()], notices=quota).observed.spare_replicas is None  # it has its pod by now
+
+
+def test_what_a_later_version_has_written_into_a_status_is_left_out():
+    """Of an operator that was upgraded and rolled back: the rest of the record stays."""
+    known = {"type": "Ready", "status": "True", "reason": "Fine", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    status = {
+        "replicas": 2,
+        "fromTheFuture": {"a": 1},
+        "revision": {"current": "abc", "future": True},
+        "conditions": [{**known, "type": "FutureCondition"}, known, {**known, "futureField": 1, "type": "Available"}],
+        "capacity": {"gpus": "many"},
+    }
+    found = read_status({"status": status})
+    assert (found.replicas, found.revision.current, found.capacity.gpus) == (2, "abc", 0)
+    assert [c.type for c in found.conditions] == ["Ready"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*InferenceServiceStatus().to_dict(), "url", "startup", "x"]), json_values))
+def test_no_status_stops_the_operator(status):
+    found = read_status({"status": status})
+    assert found is None or isinstance(found, InferenceServiceStatus)
 
 
 def test_a_status_that_cannot_be_read_is_none():

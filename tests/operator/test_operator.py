@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 from dataclasses import replace
@@ -103,6 +104,47 @@ async def test_what_was_deleted_while_the_watches_were_broken_is_found(api, benc
         del api.objects[where]  # without an event
         api.break_watches()
         await until(lambda: where in api.objects)
+
+
+async def test_watches_that_fall_silent_are_begun_again(api, bench, configured, monkeypatch):
+    """Open, without a word, as behind a proxy that has lost the other end (kopf's inactivity_timeout)."""
+    monkeypatch.setattr("kvern_operator.handlers.SILENT", 1.0)
+    bench.create()
+    async with running(configured):
+        await until(lambda: "smol-router" in api.of("deployments") and "status" in api.objects[SERVICE_PATH])
+        api.hush()
+        bench.create({"replicas": 2}, generation=2)
+        await until(lambda: "smol-r1" in api.of("statefulsets"))
+
+
+async def test_an_operator_whose_watches_are_silent_is_not_alive(api, bench, configured, monkeypatch):
+    """And that does not begin them again: its kubelet does. An open port says nothing."""
+    monkeypatch.setattr("kvern_operator.main.DEAF", 0.3)
+    bench.create()
+    async with running(configured) as (operator, _):
+        await until(lambda: operator._leading and operator._watches.count >= 5)
+        api.hush()
+        await until(lambda: operator._watches.age() > 0.3)
+        status, text = await get(operator, "/healthz")
+        assert status == 503 and "a watch has been silent for" in text
+
+
+async def test_a_leader_whose_etcd_was_restored_exits_and_the_next_one_takes_what_there_is(api, bench, configured):
+    bench.create({"replicas": 2})
+    async with running(configured, Terms(12, 10, 0.3)) as (_, task):
+        await until(lambda: "smol-router" in api.of("deployments") and "status" in api.objects[SERVICE_PATH])
+        # The backup: one replica, no status, versions as they were then.
+        for where in [p for p in api.objects if p.rpartition("/")[2] == "smol-r1"]:
+            del api.objects[where]
+        for where, obj in list(api.objects.items()):
+            kept = {k: v for k, v in obj.items() if k != "status"}
+            api.objects[where] = {**kept, "metadata": {**obj["metadata"], "resourceVersion": "5"}}
+        api._versions = itertools.count(6)
+        async with asyncio.timeout(60):
+            assert await task == 1
+    async with running(configured):
+        await until(lambda: "smol-r1" in api.of("statefulsets"))
+        await until(lambda: api.objects[SERVICE_PATH].get("status", {}).get("replicas") == 2)
 
 
 async def test_a_standby_is_ready_and_writes_nothing(api, bench, configured):

@@ -138,7 +138,7 @@ def test_a_drain_ends_at_its_deadline():
     cluster.tick(30)
     plan = cluster.step(smaller)
     assert ("StatefulSet", "smol-r1") in plan.delete
-    assert plan.notes == ("stopping replica smol-r1: its time to drain is over",)
+    assert plan.notes == ("cutting off replica smol-r1 with 3 in flight: drainTimeoutSeconds (60) is over",)
 
 
 def test_a_drain_is_taken_back_when_more_replicas_are_wanted_again():
@@ -333,13 +333,13 @@ def test_the_name_of_a_replica_that_still_ends_is_not_reused():
 
 
 def test_fields_that_nothing_acts_upon_yet_are_named():
-    spec = "autoscaling: {mode: Internal, maxReplicas: 3}, router: {limits: {requestsPerMinute: 5}}"
+    spec = "autoscaling: {mode: Internal, maxReplicas: 3}, parallelism: {tensor: {mode: Auto}}"
     plan = FakeCluster(settings=Settings(ignored=("spec.cache: no claims here",))).plan(service(spec))
     found = plan.status.condition("FieldsIgnored")
     assert (found.status, found.reason) == ("True", "NotSupportedHere")
     assert found.message == (
         "spec.autoscaling.mode: Internal is not acted upon yet; replicas follow spec.replicas; "
-        "spec.router.limits: rate limits are not kept yet; spec.cache: no claims here"
+        "spec.parallelism.tensor.mode: Auto is not acted upon yet; the size stays as it is; spec.cache: no claims here"
     )
     assert FakeCluster().plan(service()).status.condition("FieldsIgnored") is None
 

@@ -86,3 +86,13 @@ changes: an annotation does that. Rights have no finer grain than the pod.
   resources: [customresourcedefinitions]
   verbs: [list, watch]
 {{- end }}
+
+{{/*
+What nodes have left, for a rollout to choose between a surge and a swap: read while one is under way, never watched. Nodes
+are in no namespace: without this right a rollout tries a surge, and swaps where its pod finds no node.
+*/}}
+{{- define "kvern.rules.nodes" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [list]
+{{- end }}

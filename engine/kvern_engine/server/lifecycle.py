@@ -6,6 +6,7 @@ none that runs.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,7 +41,16 @@ class DrainFlag:
         return self._path.exists()
 
     def set(self) -> None:
-        self._path.touch()
+        """Asking again does not begin anew."""
+        with contextlib.suppress(FileExistsError):
+            self._path.touch(exist_ok=False)
+
+    def age(self) -> float:
+        """Seconds since it was set; 0 where it is not."""
+        try:
+            return max(time.time() - self._path.stat().st_mtime, 0.0)
+        except FileNotFoundError:
+            return 0.0
 
     def clear(self) -> None:
         self._path.unlink(missing_ok=True)

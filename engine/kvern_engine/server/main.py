@@ -186,8 +186,10 @@ class Terminator:
         log.info("draining", extra=fields(in_flight=metrics.own_in_flight()))
         await self._wait(config.shutdown_grace_seconds, lambda: False)
         lifecycle.refusing = True
+        # One deadline: what the admin port has let drain before has used up a part of it.
+        left = max(config.drain_timeout_seconds - lifecycle.drain_flag.age(), 0.0)
         # A little before the limit, so that cut streams still get their error event.
-        limit = max(config.drain_timeout_seconds - 1.0, config.drain_timeout_seconds / 2)
+        limit = max(left - 1.0, left / 2)
         if not await self._wait(limit, lambda: metrics.own_in_flight() == 0):
             log.warning("requests cut off", extra=fields(in_flight=metrics.own_in_flight()))
             self._state.client.fail_all(unavailable("The server is shutting down.", "shutting_down", 1, close=True))

@@ -90,6 +90,23 @@ def stateful_set(service: InferenceService, name: str, layout: Layout, settings:
     )
 
 
+def renamed(workload: Object, name: str) -> Object:
+    """Another replica made after one that is there (as it was applied), whatever the spec says by now."""
+    old = str(workload["metadata"]["name"])
+    result: Object = _renamed(meta.with_annotations(workload, **{meta.DRAINING_SINCE: None}), old, name)
+    return result
+
+
+def _renamed(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _renamed(inner, old, new) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_renamed(inner, old, new) for inner in value]
+    # The name itself, and what begins with it: the layout's ConfigMap, the pods' DNS names.
+    ours = isinstance(value, str) and (value == old or value.startswith(f"{old}-"))
+    return new + value[len(old) :] if ours else value
+
+
 def pod_template(service: InferenceService, name: str, own: dict[str, str], settings: Settings) -> Object:
     """The pod template of a replica, overrides merged in."""
     spec, resources = service.spec, service.spec.resources
@@ -98,7 +115,7 @@ def pod_template(service: InferenceService, name: str, own: dict[str, str], sett
         "name": "engine",
         **image(spec.engine.image or settings.engine_image, settings),
         "command": ["kvern", "serve"],
-        "args": arguments(service),
+        "args": arguments(service, settings),
         "ports": [{"name": "http", "containerPort": HTTP_PORT}, {"name": "admin", "containerPort": ADMIN_PORT}],
         "envFrom": [{"configMapRef": {"name": f"{name}-layout"}}],
         "env": [*_environment(service), *_place_among_nodes(service, name, settings)],
@@ -161,8 +178,10 @@ def image(reference: str, settings: Settings) -> Object:
 
 
 def spread(selector: dict[str, str]) -> Object:
-    """Pods go to different nodes where that is possible: one node's end is not the service's."""
+    """Pods go to different nodes where that is possible: one node's end is not the service's. Each revision by itself:
+    else the new pods of a rollout spread beside old ones that are about to go, and may end up together."""
     return {
+        "matchLabelKeys": [meta.REVISION_LABEL],
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
         "whenUnsatisfiable": "ScheduleAnyway",
@@ -170,7 +189,7 @@ def spread(selector: dict[str, str]) -> Object:
     }
 
 
-def arguments(service: InferenceService) -> list[str]:
+def arguments(service: InferenceService, settings: Settings) -> list[str]:
     """What follows `kvern serve`: the model, then flags. The layout is not among them (see layout_map)."""
     spec, engine = service.spec, service.spec.engine
     typed: list[tuple[str, Any]] = [
@@ -182,6 +201,8 @@ def arguments(service: InferenceService) -> list[str]:
         ("admin-port", ADMIN_PORT),
         ("admin-token-file", f"{ADMIN_FOLDER}/token"),
         ("drain-timeout-seconds", spec.rollout.drain_timeout_seconds),
+        # A router sends again what is refused; a Service that still knows the pod does not.
+        ("shutdown-grace-seconds", None if spec.router.mode == "Embedded" else settings.endpoints_delay),
         ("max-model-len", engine.max_model_len),
         ("max-num-seqs", engine.max_num_seqs),
         ("gpu-memory-utilization", engine.gpu_memory_utilization),
@@ -200,7 +221,7 @@ def arguments(service: InferenceService) -> list[str]:
 
 
 def model_argument(uri: str) -> str:
-    """What the engine is told to load: a claim's path as it is mounted, other addresses as they are."""
+    """What the engine is told to load: a claim's path or an image as it is mounted, other addresses as they are."""
     if uri.startswith("pvc://"):
         return f"{CLAIMS_FOLDER}/{uri.removeprefix('pvc://')}"
     return uri

@@ -61,7 +61,12 @@ def disruption_budgets(service: InferenceService, engines: int, routers: int) ->
         (router_name(service), meta.ROUTER, routers),
     ):
         if count > 1:
-            spec = {"maxUnavailable": 1, "selector": {"matchLabels": meta.selector(service, component)}}
+            spec = {
+                "maxUnavailable": 1,
+                "selector": {"matchLabels": meta.selector(service, component)},
+                # A pod that loads or crashes serves nobody: it must not keep a node from being drained.
+                "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            }
             found.append(meta.child(service, "PodDisruptionBudget", name, component, spec=spec))
     return found
 

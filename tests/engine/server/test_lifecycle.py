@@ -1,6 +1,7 @@
 """What happens around requests: keys, limits, disconnects, dead engines, drain, shutdown, several processes."""
 
 import json
+import os
 import time
 
 import httpx
@@ -265,6 +266,24 @@ class TestDrain:
         server.thread.join(60)
         assert not server.thread.is_alive()
         wait_until(lambda: core.aborts)
+
+    def test_sigterm_after_a_drain_keeps_the_one_deadline(self, setup: Setup, tokenizer: Tokenizer) -> None:
+        """The operator has waited for drain_timeout_seconds already: a stream does not get them a second time."""
+        server, core = endless(setup, tokenizer, drain_timeout_seconds=3600)
+        core.step_seconds = 0.05
+        with httpx.stream("POST", server.url + CHAT, json={**BODY, "stream": True}, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            httpx.post(server.admin_url + "/admin/drain", headers=ADMIN)
+            flag = server.state.lifecycle.drain_flag
+            os.utime(flag._path, (time.time() - 3599, time.time() - 3599))  # it began an hour ago
+            httpx.post(server.admin_url + "/admin/drain", headers=ADMIN)
+            assert flag.age() > 3590, "asking again is no new drain"
+            server.terminate()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"code":"shutting_down"' in rest[-2]
+        server.thread.join(60)
+        assert not server.thread.is_alive()
 
 
 class TestAdmin:
