@@ -1,0 +1,1 @@
+"""How many replicas run and in which layout, decided from the engines' metrics: pure decisions, thin effects beside."""

@@ -1,0 +1,72 @@
+"""How many tokens a service's requests are, how many a replica takes, and how many requests a second keep the SLO. Pure
+arithmetic; what follows from it is decided in replicas.py.
+
+The terms are those of docs/autoscaling.md, under the same names.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from kvern_operator.autoscale.terms import Held, Limits, Line, Load, Step, Traffic
+
+SLO_SHARE = 0.8  # of the largest batch that keeps the ITL: what a replica is planned for
+_UNKNOWN = Traffic(input_tokens=512.0, output_tokens=256.0)  # before any request has ended
+_ALIKE = 1.25  # capacities seen while saturated hold for requests of about the same length
+_ENDLESS = 1e6  # replicas: more than any bound
+_SEEN = 3  # samples of saturation before they count
+
+
+def shape_of(traffic: Traffic | None) -> Traffic:
+    """The traffic; what is assumed before any is known."""
+    return traffic or _UNKNOWN
+
+
+def demand(loads: Iterable[Load], held: Held | None, traffic: Traffic) -> float:
+    """D, tokens: in use, waiting, preempted (demand that the pool could not hold), and held at routers."""
+    total = 0.0
+    for load in loads:
+        fresh = max(load.waiting - load.preempted, 0.0)
+        total += load.used_tokens + fresh * traffic.input_tokens + load.preempted * traffic.mean_tokens
+    if held is not None and held.requests:
+        inputs = held.input_tokens or held.requests * traffic.input_tokens
+        total += inputs * (1 - traffic.prefix_hits) + held.requests * traffic.output_tokens
+    return total
+
+
+def step_tokens(step: Step, traffic: Traffic) -> float:
+    """Tokens that a replica holds when its steps, not its memory, are full: each output token takes one place of a
+    step's budget, each input token as well."""
+    length = traffic.input_tokens + traffic.output_tokens
+    share = traffic.output_tokens / length if length else 1.0
+    rows = min(step.max_num_batched_tokens * share, step.max_num_seqs)
+    return step.engines * max(rows, 1.0) * max(traffic.mean_tokens, 1.0)
+
+
+def capacity(
+    limits: Limits, kv_tokens: float, step: Step, traffic: Traffic, full: Sequence[tuple[float, float]]
+) -> float:
+    """cap, tokens a replica: kvTarget of its KV cache, or what it held while saturated (`full`: tokens and mean tokens
+    of a request then), or what its steps can hold, if that is less."""
+    mean = max(traffic.mean_tokens, 1.0)
+    seen = [tokens for tokens, then in full if 1 / _ALIKE <= then / mean <= _ALIKE]
+    k2 = sum(seen) / len(seen) if len(seen) >= _SEEN else step_tokens(step, traffic)
+    return max(min(limits.kv_target * kv_tokens, k2), 1.0)
+
+
+def best_batch(slo: float, line: Line, kv_tokens: float, step: Step, traffic: Traffic) -> float:
+    """b*, requests running on a replica at which the ITL is at its SLO, or memory or rows are full."""
+    memory = kv_tokens / max(traffic.mean_tokens, 1.0)
+    return min(line.running_at(slo) * step.engines, memory, float(step.max_num_seqs * step.engines))
+
+
+def replica_rate(slo: float, line: Line, kv_tokens: float, step: Step, traffic: Traffic) -> float:
+    """Requests a second of a replica that is planned for 80 % of b*."""
+    batch = best_batch(slo, line, kv_tokens, step, traffic)
+    itl = line.at(batch / step.engines)
+    seconds = traffic.prefill_seconds + traffic.output_tokens * itl
+    return SLO_SHARE * batch / max(seconds, 1e-6)
+
+
+def replicas_for(amount: float, each: float) -> int:
+    """ceil(amount / each), without a replica for a rounding error."""
+    return max(math.ceil(min(amount / each, _ENDLESS) - 1e-9), 0)
