@@ -133,6 +133,9 @@ def _there(picture: Picture) -> Iterator[str]:
     yield from _by_state(picture, engines, "engine")
     if not engines and not picture.gaps:
         yield "No engine pod."
+    cached = picture.condition("ModelCached")
+    if cached.get("reason") in ("Cached", "Downloading", "DownloadPending"):
+        yield sentence(cached.get("message", ""))
     if routers:
         ready = sum(pod.ready for pod in routers)
         yield f"{ready} of {count(len(routers), 'router')} ready."

@@ -56,7 +56,7 @@ def wanted_pods(
     for pod in pods:
         labels = pod["metadata"].get("labels") or {}
         part, owner = labels.get(COMPONENT_LABEL, ""), labels.get(REPLICA_LABEL, "")
-        if component not in (None, part) or part not in (ENGINE, ROUTER):
+        if part not in ((component,) if component else (ENGINE, ROUTER)):
             continue
         if replica is not None and not is_replica(replica, name, owner, pod["metadata"]["name"]):
             continue

@@ -138,7 +138,9 @@ def _add_logs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     add_flags(logs)
     logs.add_argument("-f", "--follow", action="store_true", help="go on with new lines and new pods, until Ctrl-C")
     logs.add_argument("-p", "--previous", action="store_true", help="of the containers before their last restart")
-    logs.add_argument("--component", choices=["engine", "router"], help="of engines or routers only")
+    logs.add_argument(
+        "--component", choices=["engine", "router", "fetch"], help="of engines or routers only, or of the download"
+    )
     logs.add_argument("--replica", metavar="N", help="of one replica: its number, or its name")
     logs.add_argument("--tail", type=_lines, default=200, metavar="N", help="last lines of each pod (200); -1: all")
     logs.add_argument("--since", type=_span, metavar="TIME", help="not older than this, such as 90s, 15m or 2h")

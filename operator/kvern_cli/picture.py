@@ -23,7 +23,7 @@ REVISION_LABEL = "kvern.dev/revision"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 DRAINING_SINCE = "kvern.dev/draining-since"
 LAYOUT = "kvern.dev/layout"
-ENGINE, ROUTER = "engine", "router"
+ENGINE, ROUTER, FETCH = "engine", "router", "fetch"
 
 
 @dataclass(frozen=True)
@@ -275,6 +275,8 @@ def _doing(pod: PodPicture, now: datetime) -> str:
         return "waiting for a node"
     if not pod.created_container:
         return "being created"
+    if pod.component == FETCH:
+        return f"fetching for {age(pod.running_since, now)}" if pod.running_since else "done"
     if not pod.started:
         what = "loading" if pod.component == ENGINE else "starting"
         return f"{what} for {age(pod.running_since, now)}" if pod.running_since else what

@@ -13,6 +13,8 @@ from typing import Any
 
 import aiohttp
 
+from kvern_operator.observed import Fetch
+from kvern_operator.pods import read_fetch
 from kvern_operator.queue import Key
 from kvern_operator.waiting import wait_or_timeout
 
@@ -27,17 +29,20 @@ class Report:
     draining: bool = False
     feasible: tuple[tuple[int, int], ...] = ()
     device: str = ""
+    fetch: Fetch | None = None  # of a download
 
 
 @dataclass(frozen=True)
 class Target:
-    """A pod to ask. One that has restarted is another target: what it said before no longer counts."""
+    """A pod to ask. One that has restarted is another target: what it said before no longer counts. `fetching`: it is a
+    download, and has nothing to tell but how far it is."""
 
     uid: str
     name: str
     restarts: int
     address: str
     token: str
+    fetching: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ def read_layout(answer: Any, before: Report) -> Report:
     except (KeyError, TypeError, ValueError):
         feasible = before.feasible
     return replace(before, feasible=feasible, device=str(answer.get("device") or before.device))
+
+
+def _steps(fetch: Fetch | None) -> tuple[int, int, str] | None:
+    """A download in whole percents: what is worth a look."""
+    return (fetch.done * 100 // max(fetch.total, 1), fetch.total, fetch.text) if fetch else None
 
 
 class Prober:
@@ -164,12 +174,20 @@ class _Asked:
         self._failures = 0
         self._take(read_load(answer, self.report))
 
+    async def _ask_fetch(self) -> None:
+        fetch = read_fetch(await self._prober.call("GET", self.target, "/admin/fetch"))
+        if fetch is None:
+            raise ValueError("no figures of a download in it")
+        self._failures = 0
+        self._take(replace(self.report, fetch=fetch))
+
     def _take(self, report: Report) -> None:
         before, self.report = self.report, report
         known = (before.in_flight is None) != (report.in_flight is None)
         moved = self._leaving and before.in_flight != report.in_flight
         said = (before.draining, before.feasible, before.device) != (report.draining, report.feasible, report.device)
-        if known or moved or said:
+        further = _steps(before.fetch) != _steps(report.fetch)
+        if known or moved or said or further:
             self._prober.report_changed(self._key)
 
     async def _run(self) -> None:
@@ -177,11 +195,14 @@ class _Asked:
         layout_due = 0.0
         while True:
             try:
-                if loop.time() >= layout_due:
+                if self.target.fetching:
+                    await self._ask_fetch()
+                elif loop.time() >= layout_due:
                     report = read_layout(await self._prober.call("GET", self.target, "/admin/layout"), self.report)
                     self._take(report)
                     layout_due = loop.time() + (pace.layout if report.feasible else pace.usual)
-                await self.load()
+                if not self.target.fetching:
+                    await self.load()
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 self._failures += 1
                 log.debug("%s does not answer: %s", self.target.name, str(error) or "no answer in time")

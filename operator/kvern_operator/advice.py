@@ -86,6 +86,23 @@ CONDITIONS: dict[str, Advice] = {
         ("`kvern explain {name}`",),
     ),
     "NotLoadedYet": Advice("passing", "ModelCached Unknown", "No replica has loaded this model yet."),
+    "Cached": Advice("fine", "ModelCached True", "The model is in its claim, and each file is what its source says."),
+    "Downloading": Advice(
+        "passing",
+        "ModelCached False, Ready False",
+        "A Job fetches the model into its claim; the message says how far it is. Replicas start when all of it is "
+        "there, and those of an older spec serve until then.",
+        "",
+        ("its log: `{k} logs -l kvern.dev/service={name},app.kubernetes.io/component=fetch`",),
+    ),
+    "DownloadPending": Advice(
+        "passing",
+        "ModelCached False",
+        "The Job that fetches the model has not begun: its pod waits for a node or the claim, or another download uses "
+        "the claim.",
+        "",
+        ("`{k} describe pod -l kvern.dev/service={name},app.kubernetes.io/component=fetch`",),
+    ),
     "Starting": Advice("passing", "Progressing True", "Replicas or routers are being started."),
     "RollingOut": Advice(
         "passing",
@@ -199,9 +216,53 @@ CRASHES: dict[str, Advice] = {
             "or want less: lower kv-cache-memory-bytes in spec.engine.args (CPU pods) or spec.engine.maxModelLen",
         ),
     ),
+    "ModelAccessDenied": Advice(
+        "trouble",
+        "the last line of the download",
+        "The model's source wants credentials, or does not let these ones read it.",
+        "put right the Secret of spec.model.secretRef, or ask for access; the next try sees it",
+        (
+            "the last line says what is missing: a token, the right of a token, or access to a gated model",
+            "`{k} create secret generic hub --from-literal=HF_TOKEN=...`, and name it in spec.model.secretRef",
+            "a Secret that is changed is seen by the next try, within five minutes",
+        ),
+    ),
+    "CacheFull": Advice(
+        "trouble",
+        "the last line of the download",
+        "The claim has no room for the model, also without the models in it that nobody uses.",
+        "give the claim more room, or stop a service whose model is in it",
+        (
+            "a claim of the operator: raise spec.cache.pvc.size, where its storage class allows that; another one: "
+            "`{k} edit pvc`",
+            "models that are in use are never deleted: stop a service that uses the claim",
+        ),
+    ),
+    "DownloadFailed": Advice(
+        "trouble",
+        "the last line of the download",
+        "The network or the model's source failed again and again. What has come is kept, and the next try goes on "
+        "from there.",
+        "see whether the cluster reaches the source",
+        (
+            "the last line names the host; pods may need a proxy: set HTTPS_PROXY in spec.overrides.cachePodTemplate",
+            "a NetworkPolicy for egress must let pods with the label app.kubernetes.io/component=fetch out",
+        ),
+    ),
+    "ImageVolumesNotSupported": Advice(
+        "trouble",
+        "Degraded True, Ready False",
+        "An oci:// model is mounted as an image volume. These need Kubernetes 1.33 or later with the feature gate "
+        "ImageVolume on API server and kubelets, and containerd 2.1 or CRI-O 1.31 on the nodes.",
+        "use another kind of address, such as pvc://, or a newer cluster",
+        (
+            "what the nodes run: `{k} get nodes -o wide`",
+            "until then: copy the model into a claim and use pvc://, or serve it from hf:// or s3://",
+        ),
+    ),
     "ModelNotFound": Advice(
         "trouble",
-        "the engine's last line",
+        "the engine's last line, or that of the download",
         "The model is not where spec.model.uri says.",
         "correct spec.model.uri",
         ("correct spec.model.uri: the last line says what was looked for, and where; " + APPLY, LOGS),

@@ -21,7 +21,7 @@ from kvern_operator.reconcile import Plan
 
 log = logging.getLogger("kvern.apply")
 
-WORKLOADS = ("StatefulSet", "Deployment")
+WORKLOADS = ("Job", "StatefulSet", "Deployment")
 # Decisions that a stale view must not undo: who drains, and whom routers send to.
 DECISIONS = ("StatefulSet", "ConfigMap")
 NOT_OURS = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvern_operator.advice import advice
 from kvern_operator.crashes import crash_reason
-from kvern_operator.desired.meta import ENGINE
+from kvern_operator.desired.meta import ENGINE, FETCH
 from kvern_operator.loglines import shortened
 from kvern_operator.observed import Notice, Pod, Refusal
 
@@ -21,6 +21,7 @@ _VOLUMES = {
     "FailedAttachVolume": "FailedAttachVolume",
     "FailedCreatePodSandBox": "FailedCreatePodSandBox",
 }
+_NO_VOLUME_TYPE = re.compile(r"must specify a volume type|unknown field \"\S*volumes\[\d+\]\.image")
 _FORBIDDEN = (
     ("QuotaExceeded", re.compile(r"exceeded quota|failed quota")),
     ("PodSecurityViolation", re.compile(r"violates PodSecurity")),
@@ -71,6 +72,9 @@ def _with_advice(reason: str, text: str) -> str:
 
 
 def _of_refusal(refusal: Refusal) -> Cause:
+    if _NO_VOLUME_TYPE.search(refusal.message):
+        text = f"the API server knows no image volumes, which oci:// models are: {refusal.message}"
+        return Cause("ImageVolumesNotSupported", _with_advice("ImageVolumesNotSupported", text))
     if refusal.revision:
         text = f"spec.overrides: the API server does not take the {refusal.kind} that it leads to: {refusal.message}"
         return Cause("OverridesRefused", _with_advice("OverridesRefused", text))
@@ -125,7 +129,8 @@ def _of_volumes(pod: Pod, notices: Iterable[Notice]) -> Cause | None:
     for notice in notices:
         same = notice.kind == "Pod" and notice.name == pod.name and notice.uid in ("", pod.uid)
         if same and notice.reason in _VOLUMES:
-            reason = _VOLUMES[notice.reason]
+            unknown = "no volume plugin matched" in notice.message
+            reason = "ImageVolumesNotSupported" if unknown else _VOLUMES[notice.reason]
             text = f"{pod.component} {pod.name}: {_shorter(notice.message)}"
             return Cause(reason, _with_advice(reason, text), pod.component)
     return None
@@ -142,4 +147,4 @@ def _of_workloads(around: Surroundings) -> Iterator[Cause]:
             continue
         reason = next((r for r, words in _FORBIDDEN if words.search(notice.message)), "FailedCreate")
         text = f"{notice.kind} {notice.name}: {_shorter(notice.message)}"
-        yield Cause(reason, _with_advice(reason, text), ENGINE if notice.kind == "StatefulSet" else "")
+        yield Cause(reason, _with_advice(reason, text), {"StatefulSet": ENGINE, "Job": FETCH}.get(notice.kind, ""))

@@ -14,9 +14,10 @@ from typing import Literal
 from kvern_operator.advice import advice
 from kvern_operator.api.status import Condition, ConditionType, InferenceServiceStatus
 from kvern_operator.api.types import InferenceServiceSpec
+from kvern_operator.cache import CacheState
 from kvern_operator.causes import Cause, Surroundings, find_cause
 from kvern_operator.desired.layout import Layout
-from kvern_operator.desired.meta import ENGINE, ROUTER, leads
+from kvern_operator.desired.meta import ENGINE, FETCH, ROUTER, leads
 from kvern_operator.observed import Pod
 
 Verdict = tuple[Literal["True", "False", "Unknown"], str, str]  # status, reason, message
@@ -39,6 +40,7 @@ class View:
     url: str
     ignored: tuple[str, ...]
     around: Surroundings
+    cache: CacheState | None = None  # None: no model is brought into a claim
     drains: tuple[str, ...] = ()  # who drains, and until when
     ended: tuple[str, ...] = ()  # engine pods that end
     full: bool = False  # the nodes have no room for another replica
@@ -134,6 +136,7 @@ def _ready(view: View) -> Verdict:
         old = view.ready - view.current_ready
         if old > 0:
             text = f"{view.current_ready} of {view.desired} replicas run the present spec, {old} an older one"
+            text += f"; {view.cache.message}" if view.cache is not None and not view.cache.ready else ""
             return "False", "RollingOut", text
         reason, doing = _loading(view)
         return "False", reason, f"{view.current_ready} of {view.desired} replicas answer; {doing}"
@@ -158,6 +161,8 @@ def _no_router(view: View) -> Verdict:
 
 def _loading(view: View) -> tuple[str, str]:
     """How far the replicas are that do not answer yet: (reason, words)."""
+    if view.cache is not None and not view.cache.ready:
+        return "Downloading", view.cache.message
     engines = [p for p in view.pods if p.component == ENGINE and not p.ready and not p.terminating]
     stages = (
         ("Scheduling", "scheduling", "waiting for a node"),
@@ -216,12 +221,22 @@ def _progressing(view: View) -> Verdict:
 
 
 def _model_cached(view: View, previous: InferenceServiceStatus | None) -> Verdict:
+    if view.cache is not None:
+        return _in_claim(view, view.cache)
     if any(p.served for p in view.pods if p.component == ENGINE):
         return "True", "Loaded", f"{view.spec.model.uri} has been loaded"
     before = previous.condition("ModelCached") if previous else None
     if before is not None and before.status == "True" and view.spec.model.uri in before.message:
         return "True", before.reason, before.message
     return "Unknown", "NotLoadedYet", f"no replica has loaded {view.spec.model.uri} yet"
+
+
+def _in_claim(view: View, cache: CacheState) -> Verdict:
+    if cache.ready:
+        return "True", "Cached", cache.message
+    if view.cause is not None and view.cause.component == FETCH:
+        return "False", view.cause.reason, view.cause.message
+    return "False", "Downloading" if cache.phase == "Downloading" else "DownloadPending", cache.message
 
 
 def _metrics(view: View) -> Verdict:

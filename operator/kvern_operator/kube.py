@@ -32,6 +32,7 @@ PLURALS = {
     "PodDisruptionBudget": "poddisruptionbudgets",
     "NetworkPolicy": "networkpolicies",
     "PodMonitor": "podmonitors",
+    "Job": "jobs",
     "StatefulSet": "statefulsets",
     "Deployment": "deployments",
     KIND: "inferenceservices",

@@ -62,13 +62,14 @@ def trim_service(body: Mapping[str, Any]) -> Object:
     return document
 
 
+_WITH_STATUS = ("StatefulSet", "Deployment", "PersistentVolumeClaim", "Job")
+
+
 def trim_child(body: Mapping[str, Any]) -> Live:
     """A child without managedFields; a status only where it says something that is used."""
     metadata = {k: _plain(v) for k, v in body["metadata"].items() if k != "managedFields"}
     kind = str(body["kind"])
-    dropped = (
-        ("metadata", "status") if kind not in ("StatefulSet", "Deployment", "PersistentVolumeClaim") else ("metadata",)
-    )
+    dropped = ("metadata",) if kind in _WITH_STATUS else ("metadata", "status")
     obj = {**{k: _plain(v) for k, v in body.items() if k not in dropped}, "metadata": metadata}
     owners = frozenset(str(o["uid"]) for o in metadata.get("ownerReferences") or ())
     uid, deleting = str(metadata.get("uid", "")), bool(metadata.get("deletionTimestamp"))

@@ -17,7 +17,7 @@ from kvern_operator.waiting import wait_or_timeout
 log = logging.getLogger("kvern.notices")
 
 FIRST, LONGEST = 2.0, 60.0  # seconds before the first look at a service in trouble, and between looks in the end
-KINDS = ("StatefulSet", "ReplicaSet", "Deployment", "Pod", "PersistentVolumeClaim")
+KINDS = ("Job", "StatefulSet", "ReplicaSet", "Deployment", "Pod", "PersistentVolumeClaim")
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def observe(
         live=live,
         taken=frozenset(taken),
         targets=tuple(
-            Target(p.uid, p.name, p.restarts, p.admin_address, token)
+            Target(p.uid, p.name, p.restarts, p.admin_address, token, p.component == meta.FETCH)
             for p in seen
             if p.admin_address and p.running and not p.terminating
         ),
@@ -153,4 +153,5 @@ def _pod(obj: Object, live: Mapping[tuple[str, str], Live], reports: Mapping[str
         draining=report.draining,
         feasible=report.feasible,
         device=report.device,
+        fetch=report.fetch or pod.fetch,
     )

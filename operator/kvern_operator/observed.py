@@ -14,17 +14,26 @@ Object = dict[str, Any]  # a Kubernetes object
 
 
 @dataclass(frozen=True)
-class Pod:
-    """One pod of an engine or a router.
+class Fetch:
+    """How far a download is, as its pod says. `total` 0: not known yet; `text`: what it waits for."""
 
-    `owner` is the name of its StatefulSet or Deployment. `reason` is empty while nothing is wrong; else it is the
+    done: int
+    total: int
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Pod:
+    """One pod of an engine, a router or a download.
+
+    `owner` is the name of its StatefulSet, Deployment or Job. `reason` is empty while nothing is wrong; else it is the
     kubelet's or scheduler's word for the trouble (CrashLoopBackOff, OOMKilled, Unschedulable); `message` explains it.
     """
 
     name: str
     uid: str
     owner: str
-    component: str  # engine | router
+    component: str  # engine | router | fetch
     created: datetime
     running: bool = False  # its container runs now
     ready: bool = False
@@ -36,6 +45,7 @@ class Pod:
     admin_address: str = ""
     in_flight: int | None = None  # requests running and waiting; None: not known
     feasible: tuple[tuple[int, int], ...] = ()  # (tensor size, tokens of KV cache) as the pod reports them
+    fetch: Fetch | None = None  # of a download's pod: how far it is; None: not known
     device: str = ""  # what it computes on, as it reports it: "cpu", "cuda:0 NVIDIA H200"; "": not known
     restarts: int = 0
     reason: str = ""

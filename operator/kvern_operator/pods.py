@@ -3,6 +3,7 @@
 What only the pod itself knows (its load, its layout, its device) is added by whoever asks it (see observe.py).
 """
 
+import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from kvern_operator.api.base import parse_time
 from kvern_operator.desired import meta
 from kvern_operator.desired.engine import ADMIN_PORT, HTTP_PORT
 from kvern_operator.loglines import telling_line
-from kvern_operator.observed import Object, Pod
+from kvern_operator.observed import Fetch, Object, Pod
 from kvern_operator.trouble import restarts, trouble
 
 EPOCH = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
@@ -36,21 +37,47 @@ def read_pod(obj: Object) -> Pod:
         running=running is not None and not over,
         ready=_condition(status, "Ready").get("status") == "True",
         # The startup probe asks /ready: `started` says that it has been ready since the container last started.
-        served=bool(running is not None and main.get("started")) and not over,
+        served=bool(running is not None and main.get("started")) and not over and component != meta.FETCH,
         terminating=metadata.get("deletionTimestamp") is not None,
         ends=_time(metadata.get("deletionTimestamp")),
         address=_address(ip, HTTP_PORT),
-        admin_address=_address(ip, ADMIN_PORT) if component == meta.ENGINE and meta.leads(name) else "",
+        admin_address=_address(ip, ADMIN_PORT) if _has_admin_port(component, name) else "",
         restarts=restarts(obj),
         reason=found.reason if found else "",
         message=found.message if found else "",
         exit_code=found.exit_code if found else None,
         last_log=telling_line(found.log_tail) if found and found.log_tail else "",
+        fetch=_summary(main) if component == meta.FETCH else None,
         stage=_stage(status, running is not None or over or found is not None),
         scheduled=_since(status, "PodScheduled"),
         started=_time((running or {}).get("startedAt")),
         ready_since=_since(status, "Ready"),
     )
+
+
+def _has_admin_port(component: str, name: str) -> bool:
+    return component == meta.FETCH or (component == meta.ENGINE and meta.leads(name))
+
+
+def read_fetch(answer: Any) -> Fetch | None:
+    """What a download says of itself (GET /admin/fetch, or its last words); None where that is none."""
+    if not isinstance(answer, dict):
+        return None
+    done, total = answer.get("bytes"), answer.get("total")
+    if not isinstance(done, int) or not isinstance(total, int):
+        return None
+    return Fetch(max(done, 0), max(total, 0), str(answer.get("text") or "")[:300])
+
+
+def _summary(container: Mapping[str, Any]) -> Fetch | None:
+    """The last words of a download that has ended well."""
+    ended = (container.get("state") or {}).get("terminated") or {}
+    if ended.get("exitCode") != 0:
+        return None
+    try:
+        return read_fetch(json.loads(ended.get("message") or ""))
+    except ValueError:
+        return None
 
 
 def _main_container(obj: Object, component: str) -> Mapping[str, Any]:
@@ -63,6 +90,8 @@ def _owner(labels: Mapping[str, str], component: str) -> str:
     """A router's pods belong to a ReplicaSet; the Deployment is found by the label of the service."""
     if component == meta.ROUTER:
         return f"{labels.get(meta.SERVICE_LABEL, '')}-router"
+    if component == meta.FETCH:
+        return str(labels.get("batch.kubernetes.io/job-name", ""))
     return str(labels.get(meta.REPLICA_LABEL, ""))
 
 

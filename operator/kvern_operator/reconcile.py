@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from kvern_operator import cache
 from kvern_operator.api.base import parse_time
 from kvern_operator.api.status import InferenceServiceStatus
 from kvern_operator.api.types import InferenceService, InferenceServiceSpec
@@ -139,6 +140,7 @@ def _surroundings(
     routers = settings.router_replicas or spec.router.replicas
     wanted = [services.public_service(service), services.headless_service(service)]
     wanted += [services.service_account(service), *services.cache_claims(service)]
+    wanted += cache.objects(service, observed, settings)
     wanted.append(network.engine_policy(service, settings))
     if not observed.admin_secret:
         wanted.append(services.admin_secret(service, settings))
@@ -185,7 +187,8 @@ def _to_dry_run(service: InferenceService, observed: Observed, free_name: str, s
     spec, found = service.spec, []
     seen = {(o["kind"], o["metadata"].get("labels", {}).get(meta.REVISION_LABEL)) for o in observed.children}
     seen |= {(r.kind, r.revision) for r in observed.refusals}
-    if spec.overrides.pod_template and ("StatefulSet", engine.revision(spec)) not in seen:
+    unsure = bool(spec.overrides.pod_template) or spec.model.uri.startswith("oci://")
+    if unsure and ("StatefulSet", engine.revision(spec)) not in seen:
         found.append(engine.stateful_set(service, free_name, wanted_layout(spec), settings))
     if spec.overrides.router_pod_template and ("Deployment", router.revision(service)) not in seen:
         found.append(router.deployment(service, spec.router.replicas, settings))
@@ -232,7 +235,7 @@ def _moves(
     claim yet, none of it is started and none of the old ones goes for it. While there is no record of what was (a
     backup without it), nothing goes at all: this pass writes one, from what there is, and the next one decides."""
     rollout = service.spec.rollout
-    if _refused(observed, "StatefulSet", engine.revision(service.spec)):
+    if _refused(observed, "StatefulSet", engine.revision(service.spec)) or cache.holds_replicas(service, observed):
         staying = sum(not r.leaving for r in replicas)
         desired, rollout = min(desired, staying), rollout.model_copy(update={"paused": True})
     if observed.status is None and replicas:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
-from typing import Any
 
 from kvern_operator.api.base import parse_time
 from kvern_operator.api.status import (
@@ -22,9 +21,11 @@ from kvern_operator.api.status import (
     Startup,
 )
 from kvern_operator.api.types import InferenceService
+from kvern_operator.cache import cache_state
 from kvern_operator.causes import Surroundings
 from kvern_operator.conditions import View, compute, condition
 from kvern_operator.desired import engine, meta, services
+from kvern_operator.desired.cache import is_complete
 from kvern_operator.desired.layout import Layout, parse_layout, wanted_layout
 from kvern_operator.observed import Notice, Observed, Pod
 from kvern_operator.replicas import marked_at
@@ -59,7 +60,6 @@ def status_of(found: Pass) -> InferenceServiceStatus:
     revisions = {sets[r.name]["metadata"]["labels"].get(meta.REVISION_LABEL) for r in ready}
     before = previous.revision.current if previous else None
     parallelism = _parallelism(layout, layouts, observed.pods, previous, found.now)
-    phase: Any = "None" if spec.cache is None else "Ready" if ready else "Pending"
     return InferenceServiceStatus(
         observed_generation=service.metadata.generation,
         replicas=len(found.replicas),
@@ -77,7 +77,7 @@ def status_of(found: Pass) -> InferenceServiceStatus:
         ),
         autoscaling=_decision(service, found.desired, len(found.replicas), previous, found.now),
         revision=Revision(current=revisions.pop() if len(revisions) == 1 else before, updated=engine.revision(spec)),
-        cache=CacheStatus(phase=phase),
+        cache=_cache(view, spec.cache is not None, bool(ready)),
         conditions=compute(view, previous, service.metadata.generation, found.now),
     )
 
@@ -116,6 +116,7 @@ def _view(found: Pass, layout: Layout, layouts: frozenset[Layout], ready: int) -
         layouts=layouts,
         url=services.url(found.service, found.settings),
         ignored=(*found.ignored, *found.settings.ignored),
+        cache=cache_state(found.service, found.observed),
         drains=_drains(found),
         full=found.observed.spare_replicas == 0,
         ended=tuple(sorted({p.name for p in found.observed.pods if p.component == meta.ENGINE and p.terminating})),
@@ -145,12 +146,21 @@ def _lacking(observed: Observed) -> frozenset[str]:
     """Workloads with fewer pods than they are to have."""
     owners = [p.owner for p in observed.pods if not p.terminating]
     workloads = (
-        (o["metadata"]["name"], o["spec"].get("replicas", 1)) for o in observed.children if o["kind"] in meta.FROZEN
+        (o["metadata"]["name"], o["spec"].get("replicas", 1))
+        for o in observed.children
+        if o["kind"] in meta.FROZEN and not (o["kind"] == "Job" and is_complete(o))
     )
     return frozenset(name for name, wanted in workloads if owners.count(name) < wanted)
 
 
 # ---------------------------------------------------------------- parts
+
+
+def _cache(view: View, wanted: bool, ready: bool) -> CacheStatus:
+    """Of a model that is fetched into a claim what its download says; others are as their replicas are."""
+    if view.cache is not None:
+        return view.cache.status(failed=view.cause is not None and view.cause.component == meta.FETCH)
+    return CacheStatus(phase="None" if not wanted else "Ready" if ready else "Pending")
 
 
 def _number(text: str) -> int:

@@ -92,13 +92,15 @@ class FakeCluster:
         return plan
 
     def make_pods(self) -> None:
-        """What the StatefulSet and Deployment controllers do, at once."""
+        """What the StatefulSet, Deployment and Job controllers do, at once."""
         wanted = {}
         for (kind, name), obj in self.objects.items():
             if kind in ("StatefulSet", "Deployment"):
                 component = meta.ENGINE if kind == "StatefulSet" else meta.ROUTER
                 for i in range(obj["spec"]["replicas"]):
                     wanted[f"{name}-{i}"] = (name, component)
+            elif kind == "Job":
+                wanted[f"{name}-x"] = (name, meta.FETCH)
         self.pods = {name: pod for name, pod in self.pods.items() if name in wanted}
         for name, (owner, component) in wanted.items():
             if name not in self.pods:
@@ -112,7 +114,7 @@ class FakeCluster:
         """Pods (all by default) become ready."""
         for name in names or tuple(self.pods):
             pod = self.pods[name]
-            if not pod.draining and not pod.reason:
+            if not pod.draining and not pod.reason and pod.component != meta.FETCH:
                 self.change(
                     name,
                     running=True,
@@ -123,6 +125,19 @@ class FakeCluster:
                     in_flight=in_flight if pod.in_flight is None else pod.in_flight,
                 )
 
+    def job(self, **status: object) -> str:
+        """The name of the one Job; sets its status."""
+        ((key, obj),) = [(key, obj) for key, obj in self.objects.items() if key[0] == "Job"]
+        if status:
+            self.objects[key] = {**obj, "status": status}
+        return key[1]
+
+    def end_jobs(self) -> None:
+        """Every Job succeeds."""
+        for key, obj in self.objects.items():
+            if key[0] == "Job":
+                self.objects[key] = {**obj, "status": {"succeeded": 1}}
+
     def tick(self, seconds: float) -> None:
         self.now += timedelta(seconds=seconds)
 
@@ -131,6 +146,7 @@ class FakeCluster:
         for i in range(steps):
             plan = self.step(svc)
             self.let_start()
+            self.end_jobs()
             for name, pod in list(self.pods.items()):
                 if pod.draining:
                     self.change(name, in_flight=0)

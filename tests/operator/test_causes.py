@@ -84,7 +84,7 @@ def test_a_crash_without_a_word_says_where_to_look():
     [
         ("model '/models/claim/llama': no such folder or file (/models/claim/llama)", "ModelNotFound"),
         ("no built-in model 'nothing'; there are: smollm2-135m", "ModelNotFound"),
-        ("hf://a/b (revision main) is not in the local Hugging Face cache (/x)", "ModelNotFound"),
+        ("model 'hf://a/b' is not on this machine: it is not in /x", "ModelNotFound"),
         ("To serve at least one request with the model's max seq len (4096), 1.00 GiB KV cache", "ModelDoesNotFit"),
         ("cuda:0 NVIDIA H200 has too little memory for the weights: CUDA out of memory", "ModelDoesNotFit"),
         ("cuda:0 NVIDIA H200 has too little memory for one step (see max_num_batched_tokens)", "OutOfMemory"),

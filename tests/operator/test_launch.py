@@ -106,8 +106,9 @@ def test_what_kvern_up_refuses():
     assert refused("", "pvc://m/x") == [
         'spec.model.uri: "pvc://m/x" is in a cluster\'s claim; say kvern up --claim m=FOLDER'
     ]
-    assert refused("", "s3://b/x") == [
-        'spec.model.uri: "s3://b/x": kvern up fetches no s3:// models; use builtin://, hf://, or pvc:// with --claim'
+    assert refused("", "s3://b/x") == []
+    assert refused("", "oci://b/x") == [
+        'spec.model.uri: "oci://b/x": kvern up mounts no images; use hf://, s3://, builtin://, or pvc:// with --claim'
     ]
     assert refused("router: {mode: None}, resources: {nodesPerReplica: 2}") == [
         "spec.router.mode: None: kvern up needs its router in front of the replicas; use Embedded (the default)",

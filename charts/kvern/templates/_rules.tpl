@@ -24,6 +24,10 @@ yet. tests/charts compare the rules with what the operator's code builds.
 - apiGroups: [apps]
   resources: [deployments, statefulsets]
   verbs: [list, watch, create, patch, delete]
+# The download of a model into its claim.
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [configmaps, services, serviceaccounts]
   verbs: [list, watch, create, patch, delete]

@@ -20,6 +20,7 @@ from kvern_cli.local.launch import LOOPBACK, Launch, container_of, container_por
 from kvern_cli.local.pod import LocalPod, Timing, Unschedulable
 from kvern_operator.api.status import InferenceServiceStatus
 from kvern_operator.desired import meta
+from kvern_operator.desired.cache import is_complete
 from kvern_operator.observed import Object, Observed
 
 Key = tuple[str, str]
@@ -97,8 +98,13 @@ class LocalCluster:
             if kind in ("StatefulSet", "Deployment"):
                 for i in range(obj["spec"]["replicas"]):
                     wanted[f"{name}-{i}"] = (obj, meta.ENGINE if kind == "StatefulSet" else meta.ROUTER)
-        for name, pod in self.pods.items():
-            if name not in wanted or wanted[name][0]["spec"]["template"] != pod.template:
+            elif kind == "Job" and not is_complete(obj):
+                wanted[f"{name}-0"] = (obj, meta.FETCH)
+        for name, pod in list(self.pods.items()):
+            if pod.succeeded:
+                if ("Job", pod.owner) not in self.objects:
+                    del self.pods[name]
+            elif name not in wanted or wanted[name][0]["spec"]["template"] != pod.template:
                 pod.stop()
         for name, (obj, component) in wanted.items():
             if name not in self.pods:  # one that still stops keeps its name until it is gone
@@ -132,8 +138,12 @@ class LocalCluster:
     async def _life(self, pod: LocalPod) -> None:
         try:
             await pod.run()
+            job = self.objects.get(("Job", pod.owner))
+            if pod.succeeded and job is not None:
+                self.objects["Job", pod.owner] = {**job, "status": {"succeeded": 1}}
         finally:
-            self.pods.pop(pod.name, None)
+            if not pod.succeeded:  # one that has done its work stays, to be looked at, as long as its Job does
+                self.pods.pop(pod.name, None)
             self._tasks.pop(pod.name, None)
             self.changed.set()
 

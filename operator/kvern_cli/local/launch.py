@@ -16,9 +16,9 @@ from typing import Any
 from kvern_operator.observed import Object
 
 LOOPBACK = "127.0.0.1"
-_HOST_FLAGS = ("--host", "--admin-host")
+_HOST_FLAGS = ("--host", "--admin-host", "--report-host")
 _ADDRESS_FLAGS = ("--listen", "--metrics-listen")
-_PORT_FLAGS = ("--port", "--admin-port")
+_PORT_FLAGS = ("--port", "--admin-port", "--report-port")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ def launch(
         name = source.get("configMapRef", {}).get("name")
         environment.update(config_maps.get(name, {}))
     for variable in container.get("env", ()):
+        if "valueFrom" in variable:
+            continue  # what only a cluster knows of a pod
         value = _local_path(str(variable.get("value", "")), mounts)
         if value is None:
             unset.append(variable["name"])
@@ -89,6 +91,8 @@ def launch(
             environment[variable["name"]] = value
     # HOME belongs to the person who runs this, and so does the hub's cache in it, unless a folder stands for a claim.
     environment.pop("HOME", None)
+    if "KVERN_CACHE_DIR" in unset:
+        environment.pop("KVERN_CACHE_LIMIT", None)  # of a claim, and the folder is the person's own
     environment["PYTHONUNBUFFERED"] = "1"
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
@@ -103,6 +107,8 @@ def _local_arguments(args: list[str], numbers: Mapping[int, int], mounts: Mappin
             out.append(LOOPBACK)
         elif flag in _PORT_FLAGS:
             out.append(str(numbers.get(int(arg), int(arg))))
+        elif flag == "--summary-file":
+            out.append(os.devnull)  # a kubelet's file
         elif flag in _ADDRESS_FLAGS:
             number = int(arg.rpartition(":")[2])
             out.append(f"{LOOPBACK}:{numbers.get(number, number)}")

@@ -17,10 +17,8 @@ def refusals(service: InferenceService, claims: Collection[str]) -> list[Problem
         if claim not in claims:
             text = f'"{spec.model.uri}" is in a cluster\'s claim; say kvern up --claim {claim}=FOLDER'
             found.append(Problem("spec.model.uri", text))
-    elif scheme in ("s3", "oci"):
-        text = (
-            f'"{spec.model.uri}": kvern up fetches no {scheme}:// models; use builtin://, hf://, or pvc:// with --claim'
-        )
+    elif scheme == "oci":
+        text = f'"{spec.model.uri}": kvern up mounts no images; use hf://, s3://, builtin://, or pvc:// with --claim'
         found.append(Problem("spec.model.uri", text))
     if spec.router.mode != "Embedded":
         text = f"{spec.router.mode}: kvern up needs its router in front of the replicas; use Embedded (the default)"
@@ -58,7 +56,9 @@ def warnings(service: InferenceService, claims: Collection[str], gpus: int) -> l
     if spec.engine.image:
         found.append("spec.engine.image: the installed kvern is run, not an image")
     if spec.model.secret_ref is not None:
-        found.append("spec.model.secretRef: no Secrets here; HF_TOKEN of your environment is used")
+        used = "the AWS_* variables of your environment are used"
+        used = used if spec.model.uri.startswith("s3://") else "HF_TOKEN of your environment is used"
+        found.append(f"spec.model.secretRef: no Secrets here; {used}")
     if cache is not None:
         if cache.claim_name is not None and cache.claim_name not in claims:
             found.append(f"spec.cache.claimName: no --claim {cache.claim_name}=FOLDER given; your own cache is used")
@@ -66,6 +66,6 @@ def warnings(service: InferenceService, claims: Collection[str], gpus: int) -> l
             found.append("spec.cache.pvc: no claims here; your own cache folder is used")
     if spec.router.resources.cpu is not None or spec.router.resources.memory is not None:
         found.append("spec.router.resources: not enforced on processes")
-    if spec.overrides.pod_template or spec.overrides.router_pod_template:
+    if spec.overrides.pod_template or spec.overrides.router_pod_template or spec.overrides.cache_pod_template:
         found.append("spec.overrides: only command, args, env and probes of the container have an effect on processes")
     return found

@@ -17,8 +17,9 @@ import httpx
 from kvern_cli.local import logs
 from kvern_cli.local.launch import LOOPBACK, Launch, container_of
 from kvern_cli.local.process import ChildProcess
-from kvern_operator.desired.meta import ROUTER
-from kvern_operator.observed import Object, Pod
+from kvern_operator.desired.meta import FETCH, ROUTER
+from kvern_operator.observed import Fetch, Object, Pod
+from kvern_operator.pods import read_fetch
 from kvern_operator.waiting import wait_or_timeout
 
 
@@ -81,6 +82,8 @@ class LocalPod:
         self._in_flight: int | None = None
         self._feasible: tuple[tuple[int, int], ...] = ()
         self._telling: asyncio.Task[None] | None = None
+        self._fetch: Fetch | None = None
+        self.succeeded = False  # a Job's pod that has ended well
 
     # ------------------------------------------------------------ what others see
 
@@ -105,6 +108,7 @@ class LocalPod:
             reason=self._reason,
             message=self._message,
             exit_code=self.exit_code if self._reason else None,
+            fetch=self._fetch,
             last_log=self._last_log if self._reason else "",
         )
 
@@ -114,6 +118,8 @@ class LocalPod:
             # What was in flight at the last look may have ended just before.
             known = self._in_flight and time.monotonic() - self._stopping_since > 2 * self._timing.probe
             return f"stopping, {self._in_flight} in flight" if known else "stopping"
+        if self.succeeded:
+            return "done"
         if self._process is None:
             code = f"exit code {self.exit_code}, " if self.exit_code is not None else ""
             return f"{self._reason}: {code}{self._message}" if self._reason else "starting"
@@ -139,7 +145,9 @@ class LocalPod:
             while not self._stopping.is_set():
                 began = time.monotonic()
                 trouble = await self._run_once()
-                if self._stopping.is_set():
+                if self.component == FETCH and trouble == "" and self.exit_code == 0:
+                    self.succeeded = True
+                if self._stopping.is_set() or self.succeeded:
                     break
                 if trouble is not None:
                     await self._back_off(time.monotonic() - began, trouble)
@@ -218,6 +226,9 @@ class LocalPod:
     async def _watch(self, process: ChildProcess) -> None:
         """Probe until cancelled; ends the process where a startup or liveness probe says so."""
         container = container_of(self.template)
+        if self.component == FETCH:
+            await self._watch_fetch()
+            return
         startup = container.get("startupProbe") or container["readinessProbe"]
         patience = startup.get("periodSeconds", 10) * startup.get("failureThreshold", 3)
         if not container.get("startupProbe"):
@@ -290,6 +301,14 @@ class LocalPod:
             return response.json() if response.is_success else None
         except (httpx.HTTPError, ValueError):
             return None
+
+    async def _watch_fetch(self) -> None:
+        while True:
+            said = read_fetch(await self._admin("GET", "/admin/fetch"))
+            if said is not None and said != self._fetch:
+                self._fetch = said
+                self._changed()
+            await asyncio.sleep(self._timing.probe)
 
     async def _ask_load(self) -> None:
         answer = await self._admin("GET", "/admin/drain")

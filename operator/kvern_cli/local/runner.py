@@ -185,7 +185,7 @@ class Runner:
 
     def _show(self) -> None:
         pods = sorted(self._cluster.pods.values(), key=lambda p: (p.component != meta.ENGINE, p.name))
-        self._view.update([_row(pod) for pod in pods])
+        self._view.update([_row(pod) for pod in pods if not pod.succeeded])
         self._write_state()
 
     def _write_state(self, **more: object) -> None:

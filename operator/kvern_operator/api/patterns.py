@@ -16,6 +16,8 @@ PERCENT_PATTERN = r"^(0|[1-9][0-9]?|100)%$"
 BUILTIN_URIS = ("builtin://smollm2-135m", "builtin://tiny-kjv")
 URI_PATTERN = r"^((hf|s3|oci)://[^/\s]+/\S+|pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?/\S+|builtin://[a-z0-9][a-z0-9._-]*)$"
 
+ENDPOINT_PATTERN = r"^https?://[^/\s]+(/\S*)?$"
+
 RIGHT = {
     DNS_LABEL: f"a name of a-z, 0-9 and dashes, a letter first, at most {MAX_NAME} characters",
     DNS_SUBDOMAIN: "an object's name: a-z, 0-9, dashes and dots",
@@ -24,4 +26,5 @@ RIGHT = {
     PERCENT_PATTERN: 'a count or a percentage, such as 1 or "25%"',
     URI_PATTERN: "one of hf://org/name, pvc://claim/path, s3://bucket/path, oci://registry/name:tag, "
     "builtin://smollm2-135m, builtin://tiny-kjv",
+    ENDPOINT_PATTERN: "a URL such as https://minio.example:9000",
 }

@@ -100,6 +100,7 @@ class CacheStatus(KvernModel):
 
     phase: Literal["None", "Pending", "Downloading", "Ready", "Failed"] = field("None", "State of the cache.")
     bytes: Annotated[int, Field(ge=0)] | None = field(None, "Bytes that are there.")
+    total: Annotated[int, Field(ge=0)] | None = field(None, "Bytes of the whole model.")
 
 
 class Startup(KvernModel):

@@ -4,6 +4,7 @@ Bounds, defaults, descriptions and rules stand here and nowhere else. What Kuber
 business of `desired/`; reading files and wording errors that of load.py.
 """
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
@@ -26,8 +27,9 @@ from kvern_operator.api.base import (
     is_zero,
     nested,
 )
+from kvern_operator.api.cache import Cache
 from kvern_operator.api.flags import RESERVED_ARGS, argument_problem
-from kvern_operator.api.patterns import BUILTIN_URIS, DNS_LABEL, MAX_NAME, URI_PATTERN
+from kvern_operator.api.patterns import BUILTIN_URIS, DNS_LABEL, ENDPOINT_PATTERN, MAX_NAME, URI_PATTERN
 from kvern_operator.api.status import InferenceServiceStatus
 
 GROUP = "kvern.dev"
@@ -75,6 +77,13 @@ class Model(KvernModel):
             lambda m: not m.uri.startswith("pvc://") or ".." not in m.uri.split("/"),
             ("uri",),
         ),
+        Rule(
+            "endpoint",
+            "!has(self.endpoint) || self.uri.startsWith('hf://') || self.uri.startsWith('s3://')",
+            "endpoint is the server of an hf:// or s3:// model; leave it out for others",
+            lambda m: m.endpoint is None or m.uri.startswith(("hf://", "s3://")),
+            ("uri",),
+        ),
     )
     TRANSITION_RULES = (
         (
@@ -92,7 +101,16 @@ class Model(KvernModel):
     )
     revision: ShortText | None = field(None, "Branch, tag or commit of an hf:// model.")
     name: ShortText | None = field(None, "Name clients use; immutable. Default: the last part of the uri.")
-    secret_ref: SecretRef | None = field(None, "Secret with the credentials of the model's source.")
+    secret_ref: SecretRef | None = field(
+        None,
+        "Secret with the credentials of the model's source: HF_TOKEN for hf://, AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY for s3://, a docker-registry Secret for oci://.",
+    )
+    endpoint: Text | None = field(
+        None,
+        "Server of an hf:// or s3:// model, such as https://minio.example:9000. Default: huggingface.co, or AWS.",
+        pattern=ENDPOINT_PATTERN,
+    )
     adapters: list[Adapter] = field(
         [],
         "LoRA adapters served beside the model.",
@@ -106,7 +124,12 @@ class Model(KvernModel):
         if self.name is not None:
             return self.name
         scheme, _, rest = self.uri.partition("://")
-        return rest if scheme == "hf" else rest.rstrip("/").rpartition("/")[2]
+        last = rest.rstrip("/").rpartition("/")[2]
+        if scheme in ("hf", "s3") and last.endswith(".gguf"):
+            return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", last)
+        if scheme == "oci":
+            return re.split("[:@]", last)[0]
+        return rest.rstrip("/") if scheme == "hf" else last
 
 
 _ARGS_SCHEMA: dict[str, Any] = {
@@ -345,31 +368,6 @@ class Rollout(KvernModel):
     )
 
 
-class CacheClaim(KvernModel):
-    """A PersistentVolumeClaim that the operator creates."""
-
-    size: Quantity = field(..., 'Size, such as "100Gi".')
-    storage_class_name: ObjectName | None = field(None, "Default: the cluster's.")
-    access_mode: Literal["ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany"] = field("ReadWriteMany", "Access mode.")
-
-
-class Cache(KvernModel):
-    """Where a model is kept between starts."""
-
-    RULES: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "claimName",
-            "has(self.claimName) != has(self.pvc)",
-            "give one cache source: claimName (a claim that exists) or pvc (one that the operator creates)",
-            lambda c: (c.claim_name is None) != (c.pvc is None),
-        ),
-    )
-
-    claim_name: ObjectName | None = field(None, "A claim that exists.")
-    pvc: CacheClaim | None = field(None, "A claim that the operator creates.")
-    reclaim_policy: Literal["Retain", "Delete"] = field("Retain", "What happens to pvc when the service is deleted.")
-
-
 class Limits(KvernModel):
     """Rate limits of a tenant (an API key)."""
 
@@ -413,6 +411,7 @@ class Overrides(KvernModel):
 
     pod_template: Preserved = field({}, "Merged into the pod template of the engines (metadata and spec).")
     router_pod_template: Preserved = field({}, "Merged into the pod template of the router.")
+    cache_pod_template: Preserved = field({}, "Merged into the pod template of the download into the cache.")
 
 
 def _layout_fits(spec: "InferenceServiceSpec") -> bool:

@@ -18,6 +18,7 @@ ADMIN_FOLDER = "/etc/kvern/admin"
 CACHE_FOLDER = "/var/cache/kvern"
 HUB_FOLDER = f"{CACHE_FOLDER}/huggingface"
 CLAIMS_FOLDER = "/models"
+IMAGE_FOLDER = "/model-image"  # an oci:// model, mounted by the kubelet
 GRACE_BEYOND_DRAIN = 30  # seconds between the end of a drain and the kubelet's SIGKILL
 
 HARDENED: Object = {
@@ -109,7 +110,7 @@ def _renamed(value: Any, old: str, new: str) -> Any:
 
 def pod_template(service: InferenceService, name: str, own: dict[str, str], settings: Settings) -> Object:
     """The pod template of a replica, overrides merged in."""
-    spec, resources = service.spec, service.spec.resources
+    spec = service.spec
     volumes, mounts = _volumes(service)
     container: Object = {
         "name": "engine",
@@ -124,27 +125,43 @@ def pod_template(service: InferenceService, name: str, own: dict[str, str], sett
         "volumeMounts": mounts,
         "securityContext": HARDENED,
     }
-    if spec.model.secret_ref is not None:
-        container["envFrom"].append({"secretRef": {"name": spec.model.secret_ref.name}})
-    selector = dict(resources.node_selector)
-    if resources.gpu_type:
-        selector["nvidia.com/gpu.product"] = resources.gpu_type
     pod: Object = {
         **common_pod(service, settings),
         "terminationGracePeriodSeconds": spec.rollout.drain_timeout_seconds + GRACE_BEYOND_DRAIN,
         "topologySpreadConstraints": [spread(meta.selector(service, meta.ENGINE))],
         "containers": [container],
         "volumes": volumes,
+        **node_choice(spec),
     }
-    if selector:
-        pod["nodeSelector"] = selector
-    if resources.tolerations:
-        pod["tolerations"] = [t.to_dict() for t in resources.tolerations]
-    if resources.runtime_class_name:
-        pod["runtimeClassName"] = resources.runtime_class_name
+    if spec.model.secret_ref is not None:
+        _use_secret(spec.model.uri, spec.model.secret_ref.name, container, pod)
     template = {"metadata": {"labels": {**meta.labels(service, meta.ENGINE), **own}}, "spec": pod}
     result: Object = merged(template, spec.overrides.pod_template)
     return result
+
+
+def _use_secret(uri: str, secret: str, container: Object, pod: Object) -> None:
+    """Credentials of the model's source: for the kubelet where it pulls an image, else for the engine."""
+    if uri.startswith("oci://"):
+        pod["imagePullSecrets"] = [*pod.get("imagePullSecrets", ()), {"name": secret}]
+    else:
+        container["envFrom"].append({"secretRef": {"name": secret}})
+
+
+def node_choice(spec: InferenceServiceSpec) -> Object:
+    """The part of a pod that says which nodes will do."""
+    resources = spec.resources
+    chosen: Object = {}
+    selector = dict(resources.node_selector)
+    if resources.gpu_type:
+        selector["nvidia.com/gpu.product"] = resources.gpu_type
+    if selector:
+        chosen["nodeSelector"] = selector
+    if resources.tolerations:
+        chosen["tolerations"] = [t.to_dict() for t in resources.tolerations]
+    if resources.runtime_class_name:
+        chosen["runtimeClassName"] = resources.runtime_class_name
+    return chosen
 
 
 def wanted_image(service: InferenceService, settings: Settings) -> str:
@@ -224,21 +241,33 @@ def model_argument(uri: str) -> str:
     """What the engine is told to load: a claim's path or an image as it is mounted, other addresses as they are."""
     if uri.startswith("pvc://"):
         return f"{CLAIMS_FOLDER}/{uri.removeprefix('pvc://')}"
-    return uri
+    return IMAGE_FOLDER if uri.startswith("oci://") else uri
 
 
 def _environment(service: InferenceService) -> list[Object]:
     spec = service.spec
-    env = [
-        {"name": "KVERN_CACHE_DIR", "value": CACHE_FOLDER},
-        {"name": "HF_HOME", "value": HUB_FOLDER},
+    env: list[Object] = [
+        *source_environment(spec),
         {"name": "HOME", "value": "/tmp"},
+        {"name": "KVERN_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
     ]
     if spec.resources.cpu is not None:
         # Without it torch counts the node's cores, not the pod's share of them. Each rank has a share of that.
         cores = math.ceil(parse_quantity(spec.resources.cpu))
         ranks = wanted_layout(spec).ranks // spec.resources.nodes_per_replica
         env.append({"name": "OMP_NUM_THREADS", "value": str(max(1, cores // max(1, ranks)))})
+    return env
+
+
+def source_environment(spec: InferenceServiceSpec) -> list[Object]:
+    """Where models are kept, and which server they come from."""
+    env = [{"name": "KVERN_CACHE_DIR", "value": CACHE_FOLDER}, {"name": "HF_HOME", "value": HUB_FOLDER}]
+    if spec.cache is not None and spec.cache.pvc is not None:
+        # Many kinds of storage let a claim grow over its size, into what belongs to others.
+        env.append({"name": "KVERN_CACHE_LIMIT", "value": str(int(parse_quantity(spec.cache.pvc.size)))})
+    if spec.model.endpoint is not None:
+        server = "HF_ENDPOINT" if spec.model.uri.startswith("hf://") else "AWS_ENDPOINT_URL_S3"
+        env.append({"name": server, "value": spec.model.endpoint})
     return env
 
 
@@ -294,4 +323,7 @@ def _volumes(service: InferenceService) -> tuple[list[Object], list[Object]]:
         source = spec.model.uri.removeprefix("pvc://").partition("/")[0]
         volumes.append({"name": "model", "persistentVolumeClaim": {"claimName": source, "readOnly": True}})
         mounts.append({"name": "model", "mountPath": f"{CLAIMS_FOLDER}/{source}", "readOnly": True})
+    elif spec.model.uri.startswith("oci://"):
+        volumes.append({"name": "model", "image": {"reference": spec.model.uri.removeprefix("oci://")}})
+        mounts.append({"name": "model", "mountPath": IMAGE_FOLDER, "readOnly": True})
     return volumes, mounts

@@ -23,7 +23,7 @@ DRAINING_SINCE = "kvern.dev/draining-since"
 LAYOUT = "kvern.dev/layout"
 GPUS = "kvern.dev/gpus"
 
-ENGINE, ROUTER = "engine", "router"
+ENGINE, ROUTER, FETCH = "engine", "router", "fetch"
 
 API_VERSIONS = {
     "Secret": "v1",
@@ -34,12 +34,13 @@ API_VERSIONS = {
     "NetworkPolicy": "networking.k8s.io/v1",
     "PodDisruptionBudget": "policy/v1",
     "PodMonitor": "monitoring.coreos.com/v1",
+    "Job": "batch/v1",
     "StatefulSet": "apps/v1",
     "Deployment": "apps/v1",
 }
 # Order of creation: what pods mount first, pods last.
 KINDS = tuple(API_VERSIONS)
-FROZEN = ("StatefulSet", "Deployment")  # kinds with a pod template that is kept while its revision lasts
+FROZEN = ("Job", "StatefulSet", "Deployment")  # kinds with a pod template that is kept while its revision lasts
 
 
 def replica_name(service: str, index: int) -> str:

@@ -61,6 +61,13 @@ def router_policy(service: InferenceService) -> Object:
     return _policy(service, router_name(service), meta.ROUTER, chosen, [{"ports": _ports(HTTP_PORT)}])
 
 
+def fetch_policy(service: InferenceService, settings: Settings) -> Object:
+    """Nobody but the operator has anything to ask of a download."""
+    name = f"{service.metadata.name}-{meta.FETCH}"
+    rules = [{"from": [_operator(settings)], "ports": _ports(ADMIN_PORT)}] if settings.namespace else []
+    return _policy(service, name, meta.FETCH, meta.selector(service, meta.FETCH), rules)
+
+
 def replica_policy(service: InferenceService, name: str) -> Object:
     """The pods that make up one replica reach each other on every port: ranks choose theirs when they start."""
     own = {meta.REPLICA_LABEL: name}
