@@ -20,8 +20,8 @@ OPERATOR = ROOT / "operator/kvern_operator"
 SOURCES = ("conditions", "reconcile", "causes", "crashes", "reporting", "controller", "events", "notices")
 # Words in capitals that those files hold and that are no reasons: kinds, modes, statuses, types of conditions.
 NO_REASONS = {
-    *("Job", "StatefulSet", "Deployment", "ReplicaSet", "Pod", "PersistentVolumeClaim", "ConfigMap", "Secret", "Service"),
-    *("InferenceService", "PodMonitor", "NetworkPolicy", "ServiceAccount", "PodDisruptionBudget", "Event"),
+    *("StatefulSet", "Deployment", "ReplicaSet", "Pod", "PersistentVolumeClaim", "ConfigMap", "Secret", "Service"),
+    *("Job", "InferenceService", "PodMonitor", "NetworkPolicy", "ServiceAccount", "PodDisruptionBudget", "Event"),
     *("True", "False", "Unknown", "Normal", "Warning", "None", "Pending", "Failed", "Succeeded", "Running"),
     *("Embedded", "InferencePool", "Internal", "Recommend", "Fixed", "Auto", "Surge", "DrainSwap", "Recreate"),
     *("Retain", "Delete", "Apply", "DryRun", "FailedMapVolume", "ProvisioningFailed", "FailedScheduling"),
