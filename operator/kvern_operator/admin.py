@@ -47,7 +47,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds. A pod counts as silent after `patience` questions in a row without an answer."""
+    """Seconds. A pod counts as silent after `patience` questions in a row without an answer. Pods that stay are asked
+    `most` times a second, all together: of more than a thousand, each is asked less often."""
 
     usual: float = 5.0
     leaving: float = 0.5
@@ -55,6 +56,17 @@ class Pace:
     layout: float = 60.0
     timeout: float = 2.0
     patience: int = 3
+    most: float = 200.0
+
+    def wait(self, pods: int, *, leaving: bool, silent: bool) -> float:
+        """How long to wait before a pod is asked again, one of so many."""
+        if leaving:
+            return self.leaving
+        return max(self.silent if silent else self.usual, pods / self.most)
+
+    def layout_wait(self, pods: int) -> float:
+        """For how long what a pod says of its layout is believed: a dozen questions about its load."""
+        return max(self.layout, self.layout / self.usual * pods / self.most)
 
 
 def read_load(answer: Any, before: Report) -> Report:
@@ -89,11 +101,13 @@ class Prober:
         self._limit = asyncio.Semaphore(at_once)
         self._session: aiohttp.ClientSession | None = None
         self._asked: dict[Key, dict[str, _Asked]] = {}
+        self.pods = 0  # how many are asked
 
     async def close(self) -> None:
         """Ask nobody any more."""
         tasks = [asked.stop() for per_key in self._asked.values() for asked in per_key.values()]
         self._asked.clear()
+        self.pods = 0
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
@@ -102,12 +116,14 @@ class Prober:
         """Ask these pods of a service and no others; those whose UID is in `leaving` often."""
         wanted, hurried = {t.uid: t for t in targets}, frozenset(leaving)
         per_key = self._asked.setdefault(key, {})
+        before = len(per_key)
         for uid in [uid for uid, asked in per_key.items() if wanted.get(uid) != asked.target]:
             per_key.pop(uid).stop()
         for uid, target in wanted.items():
             if uid not in per_key:
                 per_key[uid] = _Asked(self, key, target)
             per_key[uid].hurry(uid in hurried)
+        self.pods += len(per_key) - before
         if not per_key:
             del self._asked[key]
 
@@ -200,7 +216,8 @@ class _Asked:
                 elif loop.time() >= layout_due:
                     report = read_layout(await self._prober.call("GET", self.target, "/admin/layout"), self.report)
                     self._take(report)
-                    layout_due = loop.time() + (pace.layout if report.feasible else pace.usual)
+                    known = bool(report.feasible)
+                    layout_due = loop.time() + (pace.layout_wait(self._prober.pods) if known else pace.usual)
                 if not self.target.fetching:
                     await self.load()
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
@@ -208,6 +225,6 @@ class _Asked:
                 log.debug("%s does not answer: %s", self.target.name, str(error) or "no answer in time")
                 if self._failures >= pace.patience and self.report.in_flight is not None:
                     self._take(replace(self.report, in_flight=None))
-            wait = pace.leaving if self._leaving else pace.silent if self._failures else pace.usual
+            wait = pace.wait(self._prober.pods, leaving=self._leaving, silent=self._failures > 0)
             self._hurried.clear()
             await wait_or_timeout(self._hurried, wait * random.uniform(0.9, 1.1))

@@ -88,13 +88,9 @@ class Executor:
     async def carry_out(self, key: Key, uid: str, plan: Plan, scene: Scene) -> Outcome:
         """All of a plan but its status. Raises ApiError where the API server is away or somebody else was first."""
         outcome = Outcome()
-        for obj in plan.apply:
-            if outcome.refusals and obj["kind"] in WORKLOADS:
-                continue  # its pods would wait for what could not be made
-            if meta.key(obj) in scene.taken:
-                outcome.taken.append(Refusal(obj["kind"], "", STILL_THERE, obj["metadata"]["name"]))
-                continue
-            await self._apply(key, uid, obj, scene.live.get(meta.key(obj)), outcome)
+        await self._apply_all(key, uid, [obj for obj in plan.apply if obj["kind"] not in WORKLOADS], scene, outcome)
+        if not outcome.refusals:  # else its pods would wait for what could not be made
+            await self._apply_all(key, uid, [obj for obj in plan.apply if obj["kind"] in WORKLOADS], scene, outcome)
         pods = {p.name: p.uid for p in scene.observed.pods if not p.terminating}
         tell = [(name, False) for name in plan.resume] + [(name, True) for name in plan.drain]
         await asyncio.gather(
@@ -113,6 +109,22 @@ class Executor:
                 self._mirror.deleted(key, live)
         return outcome
 
+    async def _apply_all(self, key: Key, uid: str, objects: list[Object], scene: Scene, outcome: Outcome) -> None:
+        """At once: a service has a dozen objects, and what each of them takes is the API server's time, not ours."""
+        free = []
+        for obj in objects:
+            if meta.key(obj) in scene.taken:
+                outcome.taken.append(Refusal(obj["kind"], "", STILL_THERE, obj["metadata"]["name"]))
+            else:
+                free.append(obj)
+        applies = (self._apply(key, uid, obj, scene.live.get(meta.key(obj))) for obj in free)
+        # All of them end before the first failure is told: none goes on behind the back of the next pass.
+        for end in await asyncio.gather(*applies, return_exceptions=True):
+            if isinstance(end, BaseException):
+                raise end
+            if end is not None:
+                outcome.refusals.append(end)
+
     async def _refresh(self, key: Key, refresh: Refresh) -> None:
         """Make a pod's kubelet mount its ConfigMaps anew. Where that fails it does so by itself within a minute."""
         told = self._refreshed.setdefault(key, {})
@@ -125,28 +137,28 @@ class Executor:
             if error.status not in (404, 409):
                 log.warning("pod %s/%s hears of its replicas late: %s", key[0], refresh.name, error)
 
-    async def _apply(self, key: Key, uid: str, obj: Object, live: Live | None, outcome: Outcome) -> None:
+    async def _apply(self, key: Key, uid: str, obj: Object, live: Live | None) -> Refusal | None:
+        """One object. Returns what is against it; raises ApiError where the API server is away."""
         try:
             if obj["kind"] == "Secret":
                 await self._create_secret(uid, obj)
-            else:
-                await self._apply_child(key, uid, obj, live, outcome)
+                return None
+            return await self._apply_child(key, uid, obj, live)
         except ApiError as error:
             if error.status in (403, 404) and "being terminated" in error.message:
                 raise NamespaceEndingError(error.message) from None
             if not error.refused:
                 raise
             log.warning("%s %s/%s: %s", obj["kind"], key[0], obj["metadata"]["name"], error)
-            outcome.refusals.append(_refusal(obj, error, with_revision=False))
+            return _refusal(obj, error, with_revision=False)
 
-    async def _apply_child(self, key: Key, uid: str, obj: Object, live: Live | None, outcome: Outcome) -> None:
+    async def _apply_child(self, key: Key, uid: str, obj: Object, live: Live | None) -> Refusal | None:
         name = (key, *meta.key(obj))
         digest = meta.annotation(obj, meta.APPLIED_HASH)
         if live is not None and self._idle.get(name) == (digest, live.version):
-            return  # the same apply has changed nothing before: the API server writes some values in its own way
+            return None  # the same apply has changed nothing before: the API server writes some values in its own way
         if live is None and await self._is_somebody_elses(obj, uid):
-            outcome.refusals.append(Refusal(obj["kind"], "", NOT_OURS, obj["metadata"]["name"]))
-            return
+            return Refusal(obj["kind"], "", NOT_OURS, obj["metadata"]["name"])
         sent = obj
         if live is not None and obj["kind"] in DECISIONS:
             # Decisions (to drain, to take back) are taken from one state of the object: of two leaders one loses.
@@ -156,6 +168,7 @@ class Executor:
             self._idle[name] = (digest, live.version)
         else:
             self._idle.pop(name, None)
+        return None
 
     async def _is_somebody_elses(self, obj: Object, uid: str) -> bool:
         """Applying by force would take over an object that a user has made under this name; only labelled ones are in

@@ -12,11 +12,11 @@ from kubernetes.aio.client.configuration import Configuration
 
 from kvern_operator.api.types import API_VERSION, KIND, PLURAL
 from kvern_operator.desired import meta
-from kvern_operator.kube import PLURALS
+from kvern_operator.kube import PLURALS, open_session
 from kvern_operator.mirror import Mirror
 from kvern_operator.queue import Key
 from kvern_operator.verify import kinds
-from kvern_operator.watches import Watches, open_session
+from kvern_operator.watches import Watches
 
 SERVER_TIMEOUT = 270  # seconds, then the API server ends a watch and it goes on from where it was
 PAGE = 100  # objects of a list that are in memory at a time, as text, as dicts and with kopf's tasks
@@ -83,7 +83,7 @@ def register(
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.AiohttpSession:
-        session = open_session(configuration, watches)
+        session = open_session(configuration, [watches.trace()])
         sessions.append(session)
         return kopf.AiohttpSession(server=configuration.host, aiohttp_session=session)
 

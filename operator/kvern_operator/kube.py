@@ -1,18 +1,21 @@
-"""The API server as the operator uses it: JSON in, JSON out, errors with their words. A thin layer over kubernetes.aio.
+"""The API server as the operator uses it: JSON in, JSON out, errors with their words. A thin layer over aiohttp.
 
 Paths of objects, server-side apply, and nothing of what is written. The official client gives configuration, TLS and
-tokens that are renewed; its typed models are not used, since everything here is a plain dict.
+tokens that are renewed; its requests and typed models are not used, since everything here is a plain dict.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
+from aiohttp.client_middlewares import ClientHandlerType
 from kubernetes.aio import config as kube_config
-from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
+from yarl import URL
 
 from kvern_operator import __version__
 from kvern_operator.api.types import API_VERSION, KIND
@@ -22,6 +25,8 @@ from kvern_operator.observed import Object
 JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
+AGENT = f"kvern-operator/{__version__}"
+AT_ONCE = 32  # requests under way; more of them wait here rather than in connections of their own
 
 PLURALS = {
     "Secret": "secrets",
@@ -78,6 +83,28 @@ async def load_configuration() -> Configuration:
     return configuration
 
 
+def open_session(
+    configuration: Configuration, traces: Iterable[aiohttp.TraceConfig] = (), limit: int = 0
+) -> aiohttp.ClientSession:
+    """A session with the configuration's TLS and its token, asked for anew at each request: tokens expire. `limit` of
+    connections; 0: none."""
+
+    async def authorize(request: aiohttp.ClientRequest, handler: ClientHandlerType) -> aiohttp.ClientResponse:
+        token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        if token:
+            request.headers["Authorization"] = token
+        return await handler(request)
+
+    tls = RESTClientObject(configuration).ssl_context
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=limit, ssl=tls),
+        middlewares=(authorize,),
+        trace_configs=list(traces),
+        trust_env=False,
+        read_bufsize=2**20,
+    )
+
+
 def _failure(status: int, text: str) -> ApiError:
     """An error from the body of an answer: a Status object as a rule, some proxy's page where there is one between."""
     try:
@@ -92,14 +119,14 @@ class KubeClient:
 
     def __init__(self, configuration: Configuration) -> None:
         self.configuration = configuration
-        self._client = ApiClient(configuration)
-        self._client.user_agent = f"kvern-operator/{__version__}"
+        self._session: aiohttp.ClientSession | None = None
         self.may_write: Callable[[], bool] = lambda: True
         self.wrote: Callable[[str, str], None] = lambda verb, path: None
 
     async def close(self) -> None:
         """Give the connections back."""
-        await self._client.close()  # type: ignore[no-untyped-call]
+        if self._session is not None:
+            await self._session.close()
 
     async def request(
         self,
@@ -113,18 +140,15 @@ class KubeClient:
         timeout: float = 15.0,
     ) -> Any:
         """The JSON of an answer. Raises ApiError, also (status 0) where none came within `timeout` seconds."""
+        if self._session is None:
+            self._session = open_session(self.configuration, limit=AT_ONCE)
+        url = URL(f"{self.configuration.host}{path}{f'?{urlencode(query)}' if query else ''}", encoded=True)
+        headers = {"Accept": accept, "Content-Type": content_type, "User-Agent": AGENT}
+        sent = None if body is None else json.dumps(body)
         try:
             async with asyncio.timeout(timeout):
-                sent = await self._client.param_serialize(
-                    method,
-                    path,
-                    query_params=list((query or {}).items()),
-                    header_params={"Accept": accept, "Content-Type": content_type},
-                    body=body,
-                    auth_settings=["BearerToken"],
-                )
-                answer = await self._client.call_api(*sent)
-                data: bytes = await answer.read()  # type: ignore[no-untyped-call]
+                async with self._session.request(method, url, data=sent, headers=headers) as answer:
+                    data = await answer.read()
         except TimeoutError:
             raise ApiError(0, f"the API server did not answer within {timeout:g} s") from None
         except (aiohttp.ClientError, OSError) as error:

@@ -2,12 +2,17 @@
 
 Own writes are seen at once: a watch lags behind, and a second pass on old facts would, say, drain a second replica.
 
+Objects are kept packed, in a sixth of the memory that they take as dicts, and unpacked for a pass: there are some
+twenty a service, and a service at rest is looked at a few times an hour.
+
 kopf's indexes are not used: each object that is listed at the start wakes up everybody who waits for all of them, which
 with some thousand objects takes longer than a lease; and they keep for ever what was deleted while a watch was broken.
 `verify.py` tells when everything listed is here, and finds what is here and no longer there.
 """
 
+import marshal
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +27,20 @@ REFRESHED = "kvern.dev/replicas"
 LONGEST_LAG = 120.0  # seconds after which the watch is believed, whatever was written
 
 
-@dataclass(frozen=True)
+def pack(obj: Object) -> bytes:
+    """Plain values (what JSON has) in little space. It is never stored and never sent: only this process reads it."""
+    return zlib.compress(marshal.dumps(obj), 1)
+
+
+def unpack(packed: bytes) -> Object:
+    """What was packed, as a copy of its own."""
+    obj: Object = marshal.loads(zlib.decompress(packed))
+    return obj
+
+
+@dataclass(frozen=True, slots=True)
 class Live:
-    """One child as it is. `obj` is without managedFields."""
+    """One child as it is. `packed` is the object without managedFields."""
 
     kind: str
     name: str
@@ -32,7 +48,12 @@ class Live:
     version: int  # resourceVersion: a number that grows with each change
     owners: frozenset[str]  # UIDs
     deleting: bool
-    obj: Object
+    packed: bytes
+
+    @property
+    def obj(self) -> Object:
+        """The object, unpacked anew at each call."""
+        return unpack(self.packed)
 
 
 def _version(metadata: Mapping[str, Any]) -> int:
@@ -55,10 +76,10 @@ def trim_service(body: Mapping[str, Any]) -> Object:
         "apiVersion": API_VERSION,
         "kind": KIND,
         "metadata": {**kept, "annotations": annotations},
-        "spec": _plain(body.get("spec") or {}),
+        "spec": body.get("spec") or {},
     }
     if body.get("status"):
-        document["status"] = _plain(body["status"])
+        document["status"] = body["status"]
     return document
 
 
@@ -67,13 +88,13 @@ _WITH_STATUS = ("StatefulSet", "Deployment", "PersistentVolumeClaim", "Job")
 
 def trim_child(body: Mapping[str, Any]) -> Live:
     """A child without managedFields; a status only where it says something that is used."""
-    metadata = {k: _plain(v) for k, v in body["metadata"].items() if k != "managedFields"}
+    metadata = {k: v for k, v in body["metadata"].items() if k != "managedFields"}
     kind = str(body["kind"])
     dropped = ("metadata",) if kind in _WITH_STATUS else ("metadata", "status")
-    obj = {**{k: _plain(v) for k, v in body.items() if k not in dropped}, "metadata": metadata}
+    obj = {**{k: v for k, v in body.items() if k not in dropped}, "metadata": metadata}
     owners = frozenset(str(o["uid"]) for o in metadata.get("ownerReferences") or ())
     uid, deleting = str(metadata.get("uid", "")), bool(metadata.get("deletionTimestamp"))
-    return Live(kind, str(metadata["name"]), uid, _version(metadata), owners, deleting, obj)
+    return Live(kind, str(metadata["name"]), uid, _version(metadata), owners, deleting, pack(obj))
 
 
 _POD_METADATA = ("name", "namespace", "uid", "labels", "ownerReferences", "creationTimestamp", "deletionTimestamp")
@@ -83,7 +104,7 @@ _CONTAINER = ("name", "image", "ports", "resources")
 def trim_pod(body: Mapping[str, Any]) -> Object:
     """What is read of a pod: who it is, its ports, its status."""
     spec, annotations = body.get("spec") or {}, body["metadata"].get("annotations") or {}
-    metadata = {k: _plain(v) for k, v in body["metadata"].items() if k in _POD_METADATA}
+    metadata = {k: v for k, v in body["metadata"].items() if k in _POD_METADATA}
     if REFRESHED in annotations:
         metadata["annotations"] = {REFRESHED: annotations[REFRESHED]}
     return {
@@ -96,19 +117,26 @@ def trim_pod(body: Mapping[str, Any]) -> Object:
             "initContainers": [_some(c, _CONTAINER) for c in spec.get("initContainers") or ()],
             "containers": [_some(c, _CONTAINER) for c in spec.get("containers") or ()],
         },
-        "status": _plain(body.get("status") or {}),
+        "status": body.get("status") or {},
     }
 
 
 def _some(value: Mapping[str, Any], names: tuple[str, ...]) -> Object:
-    return {k: _plain(value[k]) for k in names if k in value}
+    return {k: value[k] for k in names if k in value}
 
 
-def _plain(value: Any) -> Any:
-    """Plain dicts and lists, of kopf's views as well."""
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list) else value
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """The resource as it was at some version."""
+
+    uid: str
+    version: int
+    packed: bytes
+
+
+def _pack_service(body: Mapping[str, Any]) -> _Service:
+    metadata = body["metadata"]
+    return _Service(str(metadata["uid"]), _version(metadata), pack(trim_service(body)))
 
 
 @dataclass(frozen=True)
@@ -125,12 +153,12 @@ class Mirror:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._services: dict[Key, dict[str, Object]] = {}
+        self._services: dict[Key, dict[str, _Service]] = {}
         self._children: dict[Key, dict[str, Live]] = {}
-        self._pods: dict[Key, dict[str, Object]] = {}
+        self._pods: dict[Key, dict[str, bytes]] = {}
         self._kinds: dict[str, dict[str, Key]] = {}  # kind -> UID -> service
         self._writes: dict[Key, dict[tuple[str, str], _Write]] = {}
-        self._statuses: dict[Key, Object] = {}
+        self._statuses: dict[Key, _Service] = {}
 
     # ------------------------------------------------------------ what the watches bring
 
@@ -142,9 +170,9 @@ class Mirror:
             return None
         uid = str(metadata["uid"])
         if kind == KIND:
-            self._services.setdefault(key, {})[uid] = trim_service(body)
+            self._services.setdefault(key, {})[uid] = _pack_service(body)
         elif kind == "Pod":
-            self._pods.setdefault(key, {})[uid] = trim_pod(body)
+            self._pods.setdefault(key, {})[uid] = pack(trim_pod(body))
         else:
             self._children.setdefault(key, {})[uid] = trim_child({**body, "kind": kind})
         self._kinds.setdefault(kind, {})[uid] = key
@@ -155,7 +183,8 @@ class Mirror:
         key = self._kinds.get(kind, {}).pop(uid, None)
         if key is None:
             return None
-        held: dict[Key, dict[str, Any]] = {KIND: self._services, "Pod": self._pods}.get(kind, self._children)
+        shelves: dict[str, dict[Key, dict[str, Any]]] = {KIND: self._services, "Pod": self._pods}
+        held = shelves.get(kind, self._children)
         held[key].pop(uid, None)
         if not held[key]:
             del held[key]
@@ -176,15 +205,13 @@ class Mirror:
 
     def service(self, key: Key) -> Object | None:
         """The resource; None where there is none."""
-        found = max(self._services.get(key, {}).values(), key=lambda d: _version(d["metadata"]), default=None)
+        found = max(self._services.get(key, {}).values(), key=lambda s: s.version, default=None)
         written = self._statuses.get(key)
-        if found is None or written is None or written["metadata"]["uid"] != found["metadata"]["uid"]:
-            self._statuses.pop(key, None)
-            return found
-        if _version(found["metadata"]) >= _version(written["metadata"]):
+        if written is not None and (found is None or written.uid != found.uid or written.version <= found.version):
             del self._statuses[key]
-            return found
-        return written
+            written = None
+        newest = written or found
+        return None if newest is None else unpack(newest.packed)
 
     def children(self, key: Key) -> list[Live]:
         """Everything that is labelled with the service, whoever owns it and also while it is being deleted."""
@@ -207,7 +234,7 @@ class Mirror:
 
     def pods(self, key: Key) -> list[Object]:
         """All pods that are labelled with the service."""
-        return list(self._pods.get(key, {}).values())
+        return [unpack(packed) for packed in self._pods.get(key, {}).values()]
 
     # ------------------------------------------------------------ own writes
 
@@ -223,7 +250,7 @@ class Mirror:
 
     def status_written(self, key: Key, answer: Object) -> None:
         """Take over what the API server answered to a status."""
-        self._statuses[key] = trim_service(answer)
+        self._statuses[key] = _pack_service(answer)
 
     def forget(self, key: Key) -> None:
         """The service is gone."""

@@ -91,13 +91,14 @@ def observe(
             live[child.kind, child.name] = child
         else:
             taken.add((child.kind, child.name))
+    objects = {key: child.obj for key, child in live.items()}  # unpacked once
     pods = list(pods)
     seen = [_pod(obj, live, reports) for obj in pods]
     stuck = any(no_room(n, [p for p in seen if p.owner == n], notices) for (k, n) in live if k == "StatefulSet")
-    leaving = {n for (k, n), c in live.items() if k == "StatefulSet" and meta.annotation(c.obj, meta.DRAINING_SINCE)}
+    leaving = {n for (k, n), o in objects.items() if k == "StatefulSet" and meta.annotation(o, meta.DRAINING_SINCE)}
     return Scene(
         observed=Observed(
-            children=tuple(child.obj for child in live.values()),
+            children=tuple(objects.values()),
             pods=tuple(seen),
             status=status,
             # How many more would fit is not known without reading nodes (see nodes.py); that none does is seen.
@@ -115,15 +116,15 @@ def observe(
             if p.admin_address and p.running and not p.terminating
         ),
         leaving=frozenset(p.uid for p in seen if p.owner in leaving),
-        refresh=tuple(_to_refresh(live.get(("ConfigMap", router_name(service))), pods, seen)),
+        refresh=tuple(_to_refresh(objects.get(("ConfigMap", router_name(service))), pods, seen)),
     )
 
 
-def _to_refresh(listed: Live | None, pods: Iterable[Object], seen: Iterable[Pod]) -> Iterator[Refresh]:
+def _to_refresh(listed: Object | None, pods: Iterable[Object], seen: Iterable[Pod]) -> Iterator[Refresh]:
     """Routers that run, and may have mounted another list than this one."""
     if listed is None:
         return
-    digest = meta.digest(listed.obj.get("data") or {})
+    digest = meta.digest(listed.get("data") or {})
     for obj, pod in zip(pods, seen, strict=True):
         runs = pod.component == meta.ROUTER and pod.running and not pod.terminating
         if runs and meta.annotation(obj, REFRESHED) != digest:

@@ -71,8 +71,19 @@ class Verifier:
                     missing = await self._list(kind) - self._mirror.uids(kind)
                 except ApiError as error:
                     log.warning("%s cannot be listed: %s", kind, error)
-                if missing is None or missing:
                     await asyncio.sleep(ARRIVE)
+                else:
+                    missing = await self._fewer(kind, missing)
+
+    async def _fewer(self, kind: str, missing: set[str]) -> set[str]:
+        """Wait while objects arrive. Returns what has not, once none has for a while: it may be gone by now."""
+        while missing:
+            await asyncio.sleep(ARRIVE)
+            left = missing - self._mirror.uids(kind)
+            if left == missing:
+                break
+            missing = left
+        return missing
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -105,5 +116,6 @@ class Verifier:
         query = {} if kind == KIND else {"labelSelector": meta.SERVICE_LABEL}
         found: set[str] = set()
         for path in self._paths[kind]:
-            found.update(item["metadata"]["uid"] for item in await self._client.list(path, query, NAMES_ONLY))
+            async for page in self._client.pages(path, query, NAMES_ONLY):
+                found.update(item["metadata"]["uid"] for item in page)
         return found

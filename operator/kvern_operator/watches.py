@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import aiohttp
-from aiohttp.client_middlewares import ClientHandlerType
-from kubernetes.aio.client.configuration import Configuration
-from kubernetes.aio.client.rest import RESTClientObject
 
 from kvern_operator.queue import Clock
 
@@ -68,22 +65,3 @@ class Watches:
                 watch.seen, watch.at = seen, now
             oldest = max(oldest, now - watch.at)
         return oldest
-
-
-def open_session(configuration: Configuration, watches: Watches) -> aiohttp.ClientSession:
-    """A session with the configuration's TLS and its token, asked for anew at each request: tokens expire."""
-
-    async def authorize(request: aiohttp.ClientRequest, handler: ClientHandlerType) -> aiohttp.ClientResponse:
-        token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
-        if token:
-            request.headers["Authorization"] = token
-        return await handler(request)
-
-    tls = RESTClientObject(configuration).ssl_context
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=tls),
-        middlewares=(authorize,),
-        trace_configs=[watches.trace()],
-        trust_env=False,
-        read_bufsize=2**20,
-    )

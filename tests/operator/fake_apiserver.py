@@ -24,6 +24,7 @@ RESOURCES = {
         "namespaces": "Namespace", "nodes": "Node",
     },
     "apps/v1": {"statefulsets": "StatefulSet", "deployments": "Deployment"},
+    "batch/v1": {"jobs": "Job"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
     "coordination.k8s.io/v1": {"leases": "Lease"},
