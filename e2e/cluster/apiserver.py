@@ -177,7 +177,8 @@ def _is(pid: int, name: str) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return state != "Z" and words[0].endswith(f"/{name}".encode())
+    # No words yet: it has just been started and is still being loaded.
+    return state != "Z" and (words == [b""] or words[0].endswith(f"/{name}".encode()))
 
 
 def _run(folder: Path, name: str, *arguments: str) -> None:
