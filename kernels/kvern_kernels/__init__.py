@@ -27,7 +27,7 @@ from .dispatch import (
     silu_and_mul,
     silu_and_mul_fp8,
 )
-from .fp8 import Fp8Weight, ScaledRows
+from .fp8 import Fp8Weight, ScaledRows, largest_of, unscaled
 from .int8 import MOST_ROWS as INT8_ROWS
 from .int8 import Int8Weight
 from .metadata import AttentionMetadata, DecodeWorkspace, DeviceRows
@@ -53,6 +53,7 @@ __all__ = [
     "gated_linear",
     "gather_decode_inputs",
     "int8_linear",
+    "largest_of",
     "linear_parts",
     "paged_attention",
     "quantize_rows",
@@ -63,4 +64,5 @@ __all__ = [
     "sample_tokens",
     "silu_and_mul",
     "silu_and_mul_fp8",
+    "unscaled",
 ]

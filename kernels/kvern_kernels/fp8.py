@@ -49,11 +49,12 @@ class Fp8Weight:
     columns: Tensor | None = None
 
     @classmethod
-    def quantize(cls, weight: Tensor, per_channel: bool = False) -> "Fp8Weight":
+    def quantize(cls, weight: Tensor, per_channel: bool = False, largest: Tensor | None = None) -> "Fp8Weight":
         """`weight` [N, K] of any float type, by its largest element or by that of each row (output channel); 256 MB at
-        a time need float32."""
-        largest = weight.abs().amax(dim=1) if per_channel else weight.abs().amax().expand(weight.shape[0])
-        scales = (largest.float() / FP8_MAX).clamp(min=TINY)
+        a time need float32. `largest`: what `largest_of` gives of the whole weight, where this is a part of it."""
+        if largest is None:
+            largest = largest_of(weight, per_channel)
+        scales = (largest / FP8_MAX).clamp(min=TINY).expand(weight.shape[0])
         values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
         step = max(1, (1 << 26) // weight.shape[1])
         for first in range(0, weight.shape[0], step):
@@ -72,6 +73,24 @@ class Fp8Weight:
         """[N, K] float32."""
         wide = self.values.float() * self.scale
         return wide if self.columns is None else wide * self.columns.unsqueeze(1)
+
+
+def largest_of(weight: Tensor, per_channel: bool = False) -> Tensor:
+    """The largest absolute element of `weight` [N, K], [1] float32, or that of each row, [N]."""
+    return (weight.abs().amax(dim=1) if per_channel else weight.abs().amax().view(1)).float()
+
+
+_ones: dict[torch.device, Tensor] = {}
+_LEAST_ONES = 1024
+
+
+def unscaled(values: Tensor) -> ScaledRows:
+    """`values` [T, K] as rows whose scales are 1."""
+    rows, kept = values.shape[0], _ones.get(values.device)
+    if kept is None or len(kept) < rows:
+        kept = torch.ones(max(rows, _LEAST_ONES), dtype=torch.float32, device=values.device)
+        _ones[values.device] = kept
+    return ScaledRows(values, kept[:rows])
 
 
 def quantize_rows(x: Tensor) -> ScaledRows:

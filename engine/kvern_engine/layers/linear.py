@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvern_engine.parallel.groups import TensorGroup
 from kvern_kernels import (
     INT8_ROWS,
     Fp8Weight,
@@ -19,9 +20,12 @@ from kvern_kernels import (
     fp8_linear_parts,
     gated_linear,
     int8_linear,
+    largest_of,
     linear_parts,
+    restore_rows,
     silu_and_mul,
     silu_and_mul_fp8,
+    unscaled,
 )
 
 _PACK_ROWS = 32  # oneDNN chooses its blocking for about this many rows
@@ -136,6 +140,12 @@ class Linear:
         assert self._fp8 is not None
         return fp8_linear_parts(x, self._fp8, self._dtype)
 
+    def scaled_sum(self, x: ScaledRows, group: TensorGroup) -> ScaledRows:
+        """As `scaled_parts` of a layer of whose inputs each rank of `group` has some: the sum over the ranks."""
+        if group.size == 1:
+            return self.scaled_parts(x)
+        return unscaled(group.all_reduce(restore_rows(self.scaled(x), self._dtype)))
+
     def gated_fp8(self, x: ScaledRows) -> ScaledRows:
         """As `gated` after `quantize_fp8`, quantized by rows."""
         if self.bias is not None:
@@ -145,14 +155,18 @@ class Linear:
 
     def _with_bias(self, out: ScaledRows) -> ScaledRows:
         assert self.bias is not None
-        return ScaledRows(out.restore(self._dtype) + self.bias, torch.ones_like(out.scales))
+        return unscaled(out.restore(self._dtype) + self.bias)
 
-    def quantize_fp8(self, per_channel: bool = False) -> int:
+    def quantize_fp8(self, per_channel: bool = False, group: TensorGroup | None = None) -> int:
         """Keep the loaded weights in FP8 in place of `weight`, with one scale, or with one an output; bytes that are
-        saved. What has come in FP8 keeps its own scales."""
+        saved. What has come in FP8 keeps its own scales. `group`: the ranks that hold the rest of what has one scale.
+        """
         before = self.weight.numel() * self.weight.element_size()
         if self.scales is None:
-            self._fp8 = Fp8Weight.quantize(self.weight, per_channel)
+            largest = largest_of(self.weight, per_channel)
+            if group is not None and group.size > 1:
+                largest = group.all_gather(largest.unsqueeze(0)).view(group.size, -1).amax(0)
+            self._fp8 = Fp8Weight.quantize(self.weight, per_channel, largest)
         else:
             self._fp8 = Fp8Weight.of(self.weight, self.scales)
         self.weight = torch.empty(0, self.in_features, dtype=self._dtype, device=self.weight.device)

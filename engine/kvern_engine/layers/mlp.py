@@ -68,7 +68,7 @@ class GatedMLP:
 
     def fp8(self, x: ScaledRows) -> ScaledRows:
         assert self._is_silu, "only SwiGLU has a kernel in FP8"
-        return self.down_proj.scaled_parts(self.gate_up_proj.gated_fp8(x))
+        return self.down_proj.scaled_sum(self.gate_up_proj.gated_fp8(x), self._group)
 
     def linears(self) -> list[Linear]:
         return [self.gate_up_proj, self.down_proj]

@@ -84,7 +84,7 @@ class SelfAttention:
     ) -> ScaledRows:
         qkv = self.qkv_proj.scaled_parts(x)
         out = self.attention(qkv.values, positions, cos_sin, kv, meta, wanted, qkv.scales, qkv.columns)
-        return self.o_proj.scaled_parts(quantize_rows(out))
+        return self.o_proj.scaled_sum(quantize_rows(out), self._group)
 
     @property
     def capturable(self) -> bool:

@@ -167,8 +167,10 @@ class DecoderLM:
         stage."""
         assert self.lm_head is not None, "logits are the last stage's"
         if self.lm_head.is_fp8:
-            return restore_rows(self.lm_head.scaled(quantize_rows(hidden)), self.dtype)
-        logits = self._group.all_gather(self.lm_head(hidden))
+            own = restore_rows(self.lm_head.scaled(quantize_rows(hidden)), self.dtype)
+        else:
+            own = self.lm_head(hidden)
+        logits = self._group.all_gather(own)
         vocab_size, cap = self.config.vocab_size, self.config.logit_softcap
         logits = logits if logits.shape[1] == vocab_size else logits[:, :vocab_size].contiguous()
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -194,9 +196,9 @@ class DecoderLM:
             name = self.embedding_name if config.tie_word_embeddings else self.head_name
             found[name] = vocabulary_rows(self.lm_head.weight, shard.vocab, config.vocab_size)
             if self.lm_head.scales is not None:
-                rows = config.fp8 is not None and config.fp8.per_channel
-                part = WeightPart.whole(config.vocab_size) if rows else WeightPart.whole()
-                found["lm_head.weight_scale"] = Destination(self.lm_head.scales, part)
+                held, rows = shard.vocab, config.fp8 is not None and config.fp8.per_channel
+                part = WeightPart((config.vocab_size,), ((held.start, held.stop),)) if rows else WeightPart.whole()
+                found["lm_head.weight_scale"] = Destination(self.lm_head.scales[: held.count], part)
         return found
 
     def products(self) -> list[Tensor | Fp8Weight]:

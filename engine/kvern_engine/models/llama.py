@@ -120,7 +120,7 @@ class LlamaForCausalLM(DecoderLM):
         for layer, cos_sin, kv in zip(self.layers, self.tables(), kv_caches, strict=True):
             only = wanted if layer is last else None
             x, residual = layer.fp8(x, residual, positions, cos_sin, kv, meta, only)
-        assert x is not None and isinstance(self.norm, RMSNorm), "only models on one rank are quantized"
+        assert x is not None and isinstance(self.norm, RMSNorm), "only models of one stage are quantized"
         return self.norm.add_scaled(x, residual)[0]
 
     def quantize_fp8(self, per_channel: bool = False) -> int:
@@ -133,7 +133,9 @@ class LlamaForCausalLM(DecoderLM):
         saved = 0
         for layer in self.layers:
             for linear in layer.linears():
-                saved += linear.quantize_fp8(per_channel)
+                # An output whose inputs are shared out has one scale at every layout, as a whole matrix has.
+                by_inputs = linear in (layer.attention.o_proj, layer.mlp.linears()[-1])
+                saved += linear.quantize_fp8(per_channel, self._group if by_inputs or not per_channel else None)
         if self.lm_head is not None and self.lm_head.scales is not None:
             saved += self.lm_head.quantize_fp8()
         elif self.lm_head is not None and self.device.type == "cuda" and self.dtype != torch.float32:

@@ -194,10 +194,10 @@ def check_offload(gib: float, device: str, quantization: str | None) -> None:
 
 def check_supported(config: EngineConfig) -> None:
     """Raises ValueError for what a worker cannot do yet, rather than ignoring it."""
-    if config.quantization is not None and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+    if config.quantization is not None and config.pipeline_parallel_size > 1:
         raise ValueError(
-            f"quantization={config.quantization} with several ranks an engine is not supported yet; use "
-            "data_parallel_size, or leave quantization out"
+            f"quantization={config.quantization} with pipeline stages is not supported yet; use tensor_parallel_size "
+            "or data_parallel_size, or leave quantization out"
         )
 
 
@@ -238,7 +238,7 @@ def check_fp8(
 
 def fp8_choice(config: EngineConfig, model: ModelConfig) -> tuple[str | None, bool]:
     """(the way the weights are in FP8, whether the KV cache is) by what was asked for and what the checkpoint is.
-    Raises ValueError where the two contradict each other, or several ranks share such a checkpoint."""
+    Raises ValueError where the two contradict each other, or pipeline stages share such a checkpoint."""
     kv_cache = config.kv_cache_dtype != "auto" or (model.fp8 is not None and model.fp8.kv_scales)
     if model.fp8 is None:
         return config.quantization, kv_cache
@@ -248,10 +248,10 @@ def fp8_choice(config: EngineConfig, model: ModelConfig) -> tuple[str | None, bo
             f"quantization={config.quantization} does not fit a checkpoint that is quantized already ({own}); leave "
             "quantization out"
         )
-    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+    if config.pipeline_parallel_size > 1:
         raise ValueError(
-            "a checkpoint in FP8 with several ranks an engine is not supported yet; use data_parallel_size, or the "
-            "unquantized model"
+            "a checkpoint in FP8 with pipeline stages is not supported yet; use tensor_parallel_size or "
+            "data_parallel_size, or the unquantized model"
         )
     return own, kv_cache
 
