@@ -7,11 +7,12 @@ The terms are those of docs/autoscaling.md, under the same names.
 import math
 from collections.abc import Iterable, Sequence
 
-from kvern_operator.autoscale.terms import Held, Limits, Line, Load, Step, Traffic
+from kvern_operator.autoscale.terms import Full, Held, Limits, Line, Load, Step, Traffic
 
 SLO_SHARE = 0.8  # of the largest batch that keeps the ITL: what a replica is planned for
 _UNKNOWN = Traffic(input_tokens=512.0, output_tokens=256.0)  # before any request has ended
-_ALIKE = 1.25  # capacities seen while saturated hold for requests of about the same length
+_ALIKE = 1.25  # what was seen while saturated holds for requests of about the same length
+RATE_SECONDS, RECENT_SECONDS = 60.0, 15.0  # that a rate, and a recent one, is counted over
 _ENDLESS = 1e6  # replicas: more than any bound
 _SEEN = 3  # samples of saturation before they count
 
@@ -42,15 +43,48 @@ def step_tokens(step: Step, traffic: Traffic) -> float:
     return step.engines * max(rows, 1.0) * max(traffic.mean_tokens, 1.0)
 
 
-def capacity(
-    limits: Limits, kv_tokens: float, step: Step, traffic: Traffic, full: Sequence[tuple[float, float]]
-) -> float:
-    """cap, tokens a replica: kvTarget of its KV cache, or what it held while saturated (`full`: tokens and mean tokens
-    of a request then), or what its steps can hold, if that is less."""
-    mean = max(traffic.mean_tokens, 1.0)
-    seen = [tokens for tokens, then in full if 1 / _ALIKE <= then / mean <= _ALIKE]
+def capacity(limits: Limits, kv_tokens: float, step: Step, traffic: Traffic, full: Sequence[Full]) -> float:
+    """cap, tokens a replica: kvTarget of its KV cache, or what it held while saturated, or what its steps can hold, if
+    that is less. Where it is known how much a saturated replica computes, `full_rate` bounds it and memory is memory:
+    a queue of prompts is many tokens and few seconds."""
+    if full_rate(full, traffic) is not None:
+        return max(limits.kv_target * kv_tokens, 1.0)
+    seen = [f.tokens for f in _alike(full, traffic)]
     k2 = sum(seen) / len(seen) if len(seen) >= _SEEN else step_tokens(step, traffic)
     return max(min(limits.kv_target * kv_tokens, k2), 1.0)
+
+
+def full_rate(full: Sequence[Full], traffic: Traffic) -> float | None:
+    """Requests a second that a replica is planned for: 80 % of what one computed while requests waited for it. Prompts
+    fill the device long before they fill its memory, and an engine that keeps its ITL lets the queue tell. None: too
+    little has been seen."""
+    seen = [f.speed for f in _alike(full, traffic) if f.speed > 0]
+    if len(seen) < _SEEN:
+        return None
+    return SLO_SHARE * sum(seen) / len(seen) / traffic.computed_tokens
+
+
+def ahead(rates: Sequence[tuple[float, float]], lead: float, recent: float = 0.0) -> float:
+    """Requests a second to expect in `lead` seconds, when a replica that is started now is ready.
+
+    `rates` are counts over a minute, so late by half of one: a jump shows in `recent`, the rate of the last seconds, as
+    far as it is no chance. A rise is carried on only if it was there in both halves of the time seen: a jump is over.
+    """
+    if not rates:
+        return 0.0
+    (then, before), (now, rate) = rates[0], rates[-1]
+    base = max(rate, recent - 2 * math.sqrt(max(recent, 0.0) / RECENT_SECONDS))
+    if now - then < RATE_SECONDS:
+        return base
+    middle = min(rates, key=lambda entry: abs(entry[0] - (then + now) / 2))[1]
+    chance = math.sqrt(2 * max(rate, 0.0) / RATE_SECONDS)
+    rise = max(min(rate - before - chance, 2 * (middle - before), 2 * (rate - middle)), 0.0)
+    return min(base + rise / (now - then) * (lead + RATE_SECONDS / 2), 2 * base)
+
+
+def _alike(full: Sequence[Full], traffic: Traffic) -> list[Full]:
+    mean = max(traffic.mean_tokens, 1.0)
+    return [f for f in full if 1 / _ALIKE <= f.mean_tokens / mean <= _ALIKE]
 
 
 def best_batch(slo: float, line: Line, kv_tokens: float, step: Step, traffic: Traffic) -> float:

@@ -10,20 +10,39 @@ What is not known holds: missing or stale metrics never remove a replica.
 from dataclasses import dataclass, replace
 
 from kvern_operator.autoscale.capacity import (
+    ahead,
     best_batch,
     capacity,
     demand,
+    full_rate,
     replica_rate,
     replicas_for,
     shape_of,
 )
-from kvern_operator.autoscale.terms import Decision, Kind, Limits, Line, Load, Memory, Replica, Term, Traffic, View
+from kvern_operator.autoscale.terms import (
+    Decision,
+    Full,
+    Kind,
+    Limits,
+    Line,
+    Load,
+    Memory,
+    Replica,
+    Term,
+    Traffic,
+    View,
+)
 
 SPARE = 0.85  # load over capacity that is still too much for one replica less
 SLO_SPARE = 0.8  # of the SLO that latency may take with one replica less
 PANIC_FACTOR = 2.0  # demand of the last seconds over that of the last minute
 PANIC_SHORT, PANIC_LONG, PANIC_SECONDS = 6.0, 60.0, 60.0
 SETTLE = 30.0  # seconds between two removals: the first one's effect is to be seen
+QUEUE_SETTLE, TTFT_SETTLE = 30.0, 60.0  # seconds since the last replica came (TTFT is one of the last minute)
+RATES_KEPT = 120.0  # seconds over which a rise is measured
+BACKLOG_SECONDS = 30.0  # in which a queue is to be worked off
+PREFILLS = 0.8  # prompts that an engine computes at a time on average, above which the next ones wait
+WAITS = 0.5  # requests a replica: below it a TTFT is one of the past
 SAMPLES = 2  # in a row, before a queue or a TTFT counts
 FULL_KEPT = 10  # samples of saturation
 GAP = 15.0  # seconds without anybody's load, after which what was seen before does not count
@@ -46,6 +65,8 @@ class _Facts:
     line: Line | None
     demand: float
     cap: float | None  # None: nothing is known yet
+    full: tuple[Full, ...]  # as it was before this cycle
+    ahead: float  # requests a second expected when a replica that starts now is ready
     kv_tokens: float
 
     @property
@@ -95,6 +116,8 @@ def _facts(limits: Limits, view: View, memory: Memory) -> _Facts:
         line=view.line,
         demand=demand(loads, view.held, traffic),
         cap=capacity(limits, kv_tokens, view.step, traffic, memory.full) if loads else None,
+        full=memory.full,
+        ahead=ahead((*memory.rates, (view.now, traffic.rate)), view.start_seconds, traffic.recent),
         kv_tokens=kv_tokens,
     )
 
@@ -120,7 +143,8 @@ def _remember(limits: Limits, view: View, facts: _Facts, memory: Memory) -> Memo
     full = memory.full
     if queued >= SAMPLES:
         crowded = [load for load in loads if load.waiting >= limits.queue_target]
-        full = (*full, *((load.used_tokens, max(facts.traffic.mean_tokens, 1.0)) for load in crowded))[-FULL_KEPT:]
+        mean = max(facts.traffic.mean_tokens, 1.0)
+        full = (*full, *(Full(load.used_tokens, mean, load.speed) for load in crowded))[-FULL_KEPT:]
     memory = replace(
         memory,
         active_at=now if active else memory.active_at,
@@ -128,6 +152,7 @@ def _remember(limits: Limits, view: View, facts: _Facts, memory: Memory) -> Memo
         queued=queued,
         slow=memory.slow + 1 if late else 0,
         full=full,
+        rates=(*((t, r) for t, r in memory.rates if now - RATES_KEPT <= t < now), (now, facts.traffic.rate)),
         panic_until=now + PANIC_SECONDS if _panics(history, now) else memory.panic_until,
     )
     if facts.cap is not None and not facts.silent:
@@ -179,6 +204,15 @@ def _sizing(limits: Limits, view: View, facts: _Facts, factor: float = 1.0) -> l
             f"{_ms(limits.itl_slo)}) = {rate / each:.2f}"
         )
         terms.append(Term("slo", facts.silent + replicas_for(rate, each), words))
+    served = full_rate(facts.full, facts.traffic)
+    if served is not None and rate > 0:
+        backlog = sum(load.waiting for load in facts.loads) / BACKLOG_SECONDS
+        total = max(rate, facts.ahead * factor) + backlog
+        words = (
+            f"{total:.2f} requests/s ({rate:.2f} come, {facts.ahead:.2f} expected, {backlog:.2f} for the queue) / "
+            f"{served:.2f} a replica (80 % of what one served while requests waited) = {total / served:.2f}"
+        )
+        terms.append(Term("rate", facts.silent + replicas_for(total, served), words))
     return terms
 
 
@@ -194,16 +228,24 @@ def _terms(limits: Limits, view: View, facts: _Facts, memory: Memory) -> list[Te
     room = (facts.ready - facts.silent) * facts.cap
     more = facts.ready + max(replicas_for(facts.demand - room, facts.cap), 1)
     waiting = sum(load.waiting for load in facts.loads)
-    if memory.queued >= SAMPLES:
+    # A replica that has just come has not had the time to show what it does about a queue.
+    youngest = min((r.since for r in view.replicas if r.ready), default=0.0)
+    if memory.queued >= SAMPLES and youngest >= QUEUE_SETTLE:
         words = f"{waiting:.0f} requests wait, over {limits.queue_target:g} a replica for {memory.queued} samples"
         terms.append(Term("queue", more, words))
     full = [x for x in facts.loads if x.preempting and x.used_tokens > limits.kv_target * x.kv_tokens]
     if full:
         usage = max(x.used_tokens / x.kv_tokens for x in full)
         terms.append(Term("preemptions", more, f"requests are preempted at a KV usage of {usage:.2f}"))
-    if memory.slow >= SAMPLES and limits.ttft_slo is not None and facts.traffic.ttft is not None and facts.busy:
+    waits = waiting >= WAITS * len(facts.loads) and youngest >= TTFT_SETTLE
+    if memory.slow >= SAMPLES and limits.ttft_slo is not None and facts.traffic.ttft is not None and waits:
         words = f"TTFT p95 {_ms(facts.traffic.ttft)} is over {_ms(limits.ttft_slo)} for {memory.slow} samples"
         terms.append(Term("ttft", facts.ready + 1, words))
+    prompts = facts.traffic.rate * facts.traffic.prefill_seconds / max(len(facts.loads) * view.step.engines, 1)
+    unsure = full_rate(facts.full, facts.traffic) is None
+    if limits.ttft_slo is not None and unsure and prompts > PREFILLS and youngest >= TTFT_SETTLE:
+        words = f"{prompts:.2f} prompts at a time an engine, over {PREFILLS}: the next ones wait"
+        terms.append(Term("prefill", facts.ready + 1, words))
     itl, known = facts.traffic.itl, facts.line is not None
     crowd = any(x.running > 8 * view.step.engines for x in facts.loads)
     if limits.itl_slo is not None and itl is not None and itl > limits.itl_slo and crowd and not known:

@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvern_operator.autoscale.capacity import RECENT_SECONDS
 from kvern_operator.autoscale.latency import Fit
 from kvern_operator.autoscale.terms import Held, Load, Step, Traffic
 
 STALE = 15.0  # seconds after which a scrape says nothing of now
 WINDOW = 60.0  # of rates and percentiles
 RECENT = 30.0  # seconds in which a preemption counts
+SPEED = 12.0  # seconds over which the tokens computed a second are taken
 SHORTEST = 30.0  # a rate is taken over at least this: what a pod gets in its first seconds is no rate
 HALF_LIFE = 120.0  # of what requests are like
 LONG_HALF_LIFE = 1800.0  # of how long the longest ones are
@@ -24,7 +26,7 @@ Buckets = tuple[tuple[float, float], ...]  # (upper bound, cumulative count), as
 
 @dataclass(frozen=True)
 class Scrape:
-    """One answer of one pod at `at` seconds. `finished` .. `itl_count` are counters; `tokens` those of all engines."""
+    """One answer of one pod at `at` seconds. `preemptions` .. `itl_count` are counters."""
 
     uid: str
     at: float
@@ -33,6 +35,7 @@ class Scrape:
     running: float
     waiting: float
     preemptions: float = 0.0
+    step_tokens: float = 0.0
     finished: float = 0.0
     input_tokens: float = 0.0
     output_tokens: float = 0.0
@@ -168,6 +171,8 @@ class Signals:
         latest = [s for s in list(past)[-2:] if now - s.at <= STALE]
         since = next((s for s in past if now - s.at <= RECENT), past[-1])
         more = max(past[-1].preemptions - since.preemptions, 0.0)
+        begin = next((s for s in past if now - s.at <= SPEED), past[-1])
+        between = past[-1].at - begin.at
         waiting = sum(s.waiting for s in latest) / len(latest)
         return Load(
             kv_tokens=past[-1].kv_tokens,
@@ -176,6 +181,7 @@ class Signals:
             running=sum(s.running for s in latest) / len(latest),
             preempted=min(more, waiting),
             preempting=more > 0,
+            speed=max(past[-1].step_tokens - begin.step_tokens, 0.0) / between if between > 0 else 0.0,
         )
 
     def step(self, now: float) -> Step:
@@ -193,6 +199,7 @@ class Signals:
             input_tokens=shape.get("input") / count,
             output_tokens=shape.get("output") / count,
             rate=sum(_rate(past) for past in fresh),
+            recent=sum(_rate([s for s in past if now - s.at <= RECENT_SECONDS], RECENT_SECONDS) for past in fresh),
             prefix_hits=min(shape.get("hits") / shape.get("queries"), 1.0) if shape.get("queries") > 0 else 0.0,
             prefill_seconds=shape.get("prefill") / count,
             itl=quantile(0.95, _summed(_less(past[-1].itl, past[0].itl) for past in fresh)),
@@ -211,11 +218,11 @@ class Signals:
         return found
 
 
-def _rate(past: Sequence[Scrape]) -> float:
+def _rate(past: Sequence[Scrape], shortest: float = SHORTEST) -> float:
     """Requests a second that came to a pod: those that ended, and what more is in it."""
     first, last = past[0], past[-1]
     came = last.finished - first.finished + (last.running + last.waiting) - (first.running + first.waiting)
-    return max(came, 0.0) / max(last.at - first.at, SHORTEST)
+    return max(came, 0.0) / max(last.at - first.at, shortest)
 
 
 def held_of(answers: Iterable[tuple[float, float] | None]) -> Held | None:

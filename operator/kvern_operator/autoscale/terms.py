@@ -45,7 +45,8 @@ class Limits:
 @dataclass(frozen=True)
 class Load:
     """What a replica's metrics say, over its latest samples. `preempted`: requests that lost their place within the
-    window and are in the queue again, part of `waiting`; `preempting`: the counter rose within the window."""
+    window and are in the queue again, part of `waiting`; `preempting`: the counter rose within the window. `speed`:
+    tokens computed a second, prompts and answers together; 0: not known."""
 
     kv_tokens: float
     used_tokens: float
@@ -53,6 +54,17 @@ class Load:
     running: float
     preempted: float = 0.0
     preempting: bool = False
+    speed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Full:
+    """What a replica did while requests waited for it: tokens held, mean tokens of a request, tokens computed a second
+    (0: not known)."""
+
+    tokens: float
+    mean_tokens: float
+    speed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,8 @@ class Traffic:
 
     input_tokens: float
     output_tokens: float
-    rate: float = 0.0  # requests a second
+    rate: float = 0.0  # requests a second, of the last minute
+    recent: float = 0.0  # the same of the last seconds
     prefix_hits: float = 0.0  # share of input tokens
     prefill_seconds: float = 0.0
     itl: float | None = None
@@ -85,6 +98,11 @@ class Traffic:
     def mean_tokens(self) -> float:
         """What a request holds on average while it runs."""
         return self.input_tokens + self.output_tokens / 2
+
+    @property
+    def computed_tokens(self) -> float:
+        """What steps compute for a request."""
+        return max(self.input_tokens * (1 - self.prefix_hits) + self.output_tokens, 1.0)
 
 
 @dataclass(frozen=True)
@@ -171,8 +189,9 @@ class Memory:
 
     `seen_since`, `seen_at`: since when, and when last, every replica's load was known. `calm`: (time, replicas that a
     removal would have to leave), falling: a window's maximum is its first entry. `demand`:
-    (time, tokens) of the last minute. `full`: tokens that a replica held while it was saturated, and the mean tokens of
-    a request then. `overdue_until`: until when no more is started after pods that did not become ready.
+    (time, tokens) of the last minute. `full`: the latest replicas that were saturated.
+    `rates`: (time, requests a second) of the last two minutes. `overdue_until`: until when no
+    more is started after pods that did not become ready.
     """
 
     seen_since: float
@@ -180,7 +199,8 @@ class Memory:
     seen_at: float = float("-inf")
     calm: tuple[tuple[float, int], ...] = ()
     demand: tuple[tuple[float, float], ...] = ()
-    full: tuple[tuple[float, float], ...] = ()
+    full: tuple[Full, ...] = ()
+    rates: tuple[tuple[float, float], ...] = ()
     queued: int = 0  # samples in a row with a queue above its target
     slow: int = 0  # samples in a row with a TTFT above the SLO
     panic_until: float = float("-inf")

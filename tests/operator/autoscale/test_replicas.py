@@ -8,7 +8,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvern_operator.autoscale.replicas import SETTLE, decide
-from kvern_operator.autoscale.terms import Decision, Held, Limits, Line, Load, Memory, Replica, Step, Traffic, View
+from kvern_operator.autoscale.terms import (
+    Decision,
+    Full,
+    Held,
+    Limits,
+    Line,
+    Load,
+    Memory,
+    Replica,
+    Step,
+    Traffic,
+    View,
+)
 
 LIMITS = Limits(minimum=1, maximum=10, kv_target=0.8, queue_target=5, stabilization=300.0, idle=900.0)
 CHAT = Traffic(input_tokens=1000.0, output_tokens=200.0)
@@ -96,11 +108,20 @@ def test_no_number_of_replicas_makes_one_request_faster():
     assert made.inputs["slo"] == "not reachable with any number of replicas"
 
 
+def test_prompts_that_overlap_add_one_while_nothing_better_is_known():
+    limits = replace(LIMITS, ttft_slo=2.0)
+    busy = replace(CHAT, rate=8.0, prefill_seconds=0.25)
+    made = once(2, ready(2, used=60_000.0), limits, traffic=busy)
+    assert (made.target, made.reason) == (3, "prefill: 1.00 prompts at a time an engine, over 0.8: the next ones wait")
+    known = old(full=(Full(60_000.0, 1100.0, 9000.0),) * 3)
+    assert once(2, ready(2, used=60_000.0), limits, known, traffic=busy).target == 2
+
+
 def test_ttft_over_its_slo_adds_one():
     limits = replace(LIMITS, ttft_slo=1.0)
     slow = replace(CHAT, ttft=1.5)
-    _, memory = decide(limits, view(2, ready(2, used=9_000.0), traffic=slow), old())
-    made, _ = decide(limits, view(2, ready(2, used=9_000.0), traffic=slow, now=10_005.0), memory)
+    _, memory = decide(limits, view(2, ready(2, used=79_000.0, waiting=1.0), traffic=slow), old())
+    made, _ = decide(limits, view(2, ready(2, used=79_000.0, waiting=1.0), traffic=slow, now=10_005.0), memory)
     assert (made.target, made.reason) == (3, "ttft: TTFT p95 1500 ms is over 1000 ms for 2 samples")
 
 
@@ -137,6 +158,33 @@ def test_recommend_says_the_same_and_remembers_no_change():
     made, memory = decide(replace(LIMITS, mode="Recommend"), view(2, heavy), old())
     assert made.target == 10
     assert memory.last_up == float("-inf")
+
+
+def test_what_a_saturated_replica_computed_is_what_the_next_ones_are_planned_for():
+    """Prompts fill a device at 30 % of its memory: the queue of a moment tells, and is not taken for memory."""
+    memory = old()
+    traffic = replace(CHAT, rate=10.0)
+    for step in range(4):
+        crowd = ready(2, used=30_000.0, waiting=20.0, speed=6000.0)
+        made, memory = decide(LIMITS, view(2, crowd, now=10_000.0 + 5 * step, traffic=traffic), memory)
+    # 6,000 tokens/s / 1,200 a request x 0.8 = 4 requests/s; 40 wait, to be worked off in 30 s
+    assert made.target == 3
+    assert made.reason.startswith(
+        "rate: 11.33 requests/s (10.00 come, 10.00 expected, 1.33 for the queue) / 4.00 a rep"
+    )
+    assert made.inputs["capacityTokens"] == "80,000"
+
+
+def test_a_rise_is_met_before_it_is_there():
+    memory = old(full=(Full(50_000.0, 1100.0, 6000.0),) * 3)
+    for step in range(25):
+        traffic = replace(CHAT, rate=4.0 + 0.05 * 5 * step)
+        made, memory = decide(
+            LIMITS, view(3, ready(3, used=20_000.0), now=10_000.0 + 5 * step, traffic=traffic), memory
+        )
+    # 10.0 come; 6 more than 120 s ago, of which 0.58 may be chance; in 120 + 30 s it will be 16.8
+    assert made.target == 5
+    assert "(10.00 come, 16.78 expected, 0.00 for the queue)" in made.reason
 
 
 # ---------------------------------------------------------------- what is not known
@@ -319,7 +367,9 @@ _MEMORY = st.builds(
         lambda found: tuple(sorted(found, key=lambda e: (e[0], -e[1])))
     ),
     demand=st.lists(st.tuples(st.floats(9_900, 9_999), st.floats(0, 1e6)), max_size=4).map(lambda x: tuple(sorted(x))),
-    full=st.lists(st.tuples(st.floats(1, 100_000), st.floats(1, 50_000)), max_size=10).map(tuple),
+    full=st.lists(st.builds(Full, st.floats(1, 100_000), st.floats(1, 50_000), st.floats(0, 1e5)), max_size=10).map(
+        tuple
+    ),
     queued=st.integers(0, 3),
     slow=st.integers(0, 3),
     panic_until=st.floats(0, 10_060),
