@@ -54,11 +54,12 @@ class Pod:
         tmp: str | None = None,
         prefix: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        model: str = str(TINY),
     ) -> None:
         self.tmp = tmp or tempfile.mkdtemp(prefix="pod-")
         if tmp is None:
             weakref.finalize(self, shutil.rmtree, self.tmp, ignore_errors=True)
-        command = [*prefix, sys.executable, "-m", "kvern_engine.cli", "serve", str(TINY), "--served-model-name", "tiny"]
+        command = [*prefix, sys.executable, "-m", "kvern_engine.cli", "serve", model, "--served-model-name", "tiny"]
         command += ["--device", device, "--port", "0", *flags]
         path = os.pathsep.join([*(str(ROOT / part) for part in ("kernels", "engine", "operator"))])
         environ = {**os.environ, "TMPDIR": self.tmp, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {})}
@@ -117,6 +118,11 @@ class Pod:
         """Status and JSON (or text) of a GET; (0, reason) where nobody answers."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         return _fetch(urllib.request.Request((url or self.url) + path, headers=headers))
+
+    def post(self, path: str, body: Any, token: str = "", url: str = "") -> tuple[int, Any]:
+        """Status and JSON (or text) of a POST; (0, reason) where nobody answers."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        return _fetch(urllib.request.Request((url or self.url) + path, json.dumps(body).encode(), headers))
 
     def complete(self, max_tokens: int = 4, prompt: Any = (5, 6, 7)) -> tuple[int, Any]:
         body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "ignore_eos": True}

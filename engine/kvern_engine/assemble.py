@@ -7,13 +7,13 @@ from collections.abc import Collection
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.loop import EngineCore
 from kvern_engine.core.plan import WorkerReady
-from kvern_engine.worker_client import GroupWorkerClient, InprocWorkerClient
+from kvern_engine.worker_client import GroupWorkerClient, InprocWorkerClient, NoWorker
 
 
 def build_core(
     config: EngineConfig,
     engine: int,
-    worker: GroupWorkerClient | InprocWorkerClient,
+    worker: GroupWorkerClient | InprocWorkerClient | NoWorker,
     ready: WorkerReady,
     eos_token_ids: Collection[int],
 ) -> EngineCore:

@@ -29,6 +29,7 @@ class ChildSpec(msgspec.Struct):
     num_servers: int = 1
     listen_fd: int = -1
     admin_fd: int | None = None
+    switch: int | None = None  # for a core of a layout to come: the number of the switch
 
 
 def die_with(supervisor_pid: int) -> None:
@@ -50,7 +51,8 @@ def run(spec: ChildSpec) -> int:
         from kvern_engine.core_process import core_main
         from kvern_engine.worker_client import Peer
 
-        return core_main(config, spec.engine, spec.socket_dir, [Peer(*p) for p in spec.peers], spec.num_servers)
+        peers = [Peer(*p) for p in spec.peers]
+        return core_main(config, spec.engine, spec.socket_dir, peers, spec.num_servers, spec.switch)
     from kvern_engine.server.main import server_main
 
     server_main(config, spec.index, spec.socket_dir, spec.listen_fd, spec.admin_fd, spec.num_engines)

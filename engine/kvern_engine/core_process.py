@@ -18,13 +18,14 @@ from kvern_engine.capacity import feasible_layouts, model_shape
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.loop import EngineCore, OutputsByClient, WorkerDiedError
 from kvern_engine.core.plan import WorkerProgress, WorkerReady
-from kvern_engine.ipc import AddRequest, CoreReady, EngineDead, EngineStats, Outputs
+from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineStats, Outputs
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import resolve_model
 from kvern_engine.parallel.layout import Layout
+from kvern_engine.parallel.messages import Fence, Go, Handed, Standing, TakeOver
 from kvern_engine.transport import SUPERVISOR_IN, bind, connect, core_in, decode_to_core, drain, encode, server_in
 from kvern_engine.worker import memory
-from kvern_engine.worker_client import GroupWorkerClient, InprocWorkerClient, Peer, group_client
+from kvern_engine.worker_client import GroupWorkerClient, InprocWorkerClient, NoWorker, Peer, group_client
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +34,24 @@ EXIT_SAID_WHY = 3
 
 
 def core_main(
-    config_json: bytes, engine: int, socket_dir: str, peers: Sequence[Peer] = (), num_servers: int = 1
+    config_json: bytes,
+    engine: int,
+    socket_dir: str,
+    peers: Sequence[Peer] = (),
+    num_servers: int = 1,
+    switch: int | None = None,
 ) -> int:
     """Run core `engine` until it is killed or cannot go on; returns its exit status.
 
-    `peers`: its workers in rank order; none: the worker runs in this process.
+    `peers`: its workers in rank order; none: the worker runs in this process. `switch`: it is one of a layout to come,
+    in the switch of this number, and is told of its workers then.
     """
     process = CoreProcess(EngineConfig.model_validate_json(config_json), engine, socket_dir, peers, num_servers)
     try:
-        process.start()
+        if switch is None:
+            process.start()
+        else:
+            process.stand_by(switch)
         process.serve()
     except WorkerDiedError as error:
         return process.give_up(str(error))
@@ -51,6 +61,13 @@ def core_main(
     except Exception as error:
         log.exception("the engine core failed")
         return process.give_up(f"{type(error).__name__}: {error}")
+
+
+def _take(core: EngineCore, message: AddRequest | Abort) -> None:
+    if isinstance(message, AddRequest):
+        core.add_request(message)
+    else:
+        core.abort(message.request_ids, message.choices)
 
 
 class CoreProcess:
@@ -70,20 +87,30 @@ class CoreProcess:
         self._report_at = 0.0
         self._said_busy = False
         self._core: EngineCore | None = None
+        self._worker: GroupWorkerClient | InprocWorkerClient | None = None
+        self._ready: WorkerReady | None = None  # what its workers have reported
+        self._fences: dict[int, set[int]] = {}  # switch -> API servers that send nothing more
 
     def start(self) -> None:
         """Wait for the worker and tell everybody that this engine takes requests."""
         began = time.monotonic()
-        model_config = read_model_config(resolve_model(self._config.model, self._config.revision))
+        self._read_model()
         worker = self._worker = self._make_worker()
-        ready = worker.wait_ready(self._progress)
-        self._core = build_core(self._config, self._engine, worker, ready, model_config.eos_token_ids)
+        ready = self._ready = worker.wait_ready(self._progress)
+        self._core = build_core(self._config, self._engine, worker, ready, self._eos)
         worker.watch(self._poller)
-        feasible = feasible_layouts(model_shape(self._config), self._config, ready, self._host_kv(ready))
-        info = self._info(ready, began)
-        message = CoreReady(self._engine, ready.num_blocks, ready.block_size, ready.max_model_len, info, feasible)
+        message = encode(self._ready_message(ready, began))
         for sock in (*self._servers, self._supervisor):
-            sock.send(encode(message))
+            sock.send(message)
+
+    def _read_model(self) -> None:
+        self._eos = read_model_config(resolve_model(self._config.model, self._config.revision)).eos_token_ids
+        self._shape = model_shape(self._config)
+
+    def _ready_message(self, ready: WorkerReady, began: float) -> CoreReady:
+        feasible = feasible_layouts(self._shape, self._config, ready, self._host_kv(ready))
+        info = self._info(ready, began)
+        return CoreReady(self._engine, ready.num_blocks, ready.block_size, ready.max_model_len, info, feasible)
 
     def _make_worker(self) -> GroupWorkerClient | InprocWorkerClient:
         if self._peers:
@@ -121,10 +148,13 @@ class CoreProcess:
 
     def serve(self) -> NoReturn:
         """Receive, step, send; forever. Raises WorkerDiedError."""
-        core = self._core
-        assert core is not None, "start comes first"
         while True:
-            self._receive(core)
+            core = self._core
+            assert core is not None, "start comes first"
+            switch = self._receive(core)
+            if switch is not None:
+                self._leave(core, switch)
+                continue
             if core.idle:
                 self._sleep(core)
                 continue
@@ -144,33 +174,96 @@ class CoreProcess:
             message = Outputs(self._engine, outputs.get(client, []), stats)
             self._servers[client].send(encode(message), zmq.NOBLOCK)
 
-    def _receive(self, core: EngineCore) -> None:
+    def _receive(self, core: EngineCore) -> int | None:
+        """Take in what has come; the number of a switch for which no API server sends anything more."""
         for data in drain(self._inbox):
             try:
                 message = decode_to_core(data)
-                if isinstance(message, AddRequest):
-                    core.add_request(message)
-                else:
-                    core.abort(message.request_ids, message.choices)
+                if isinstance(message, AddRequest | Abort):
+                    _take(core, message)
+                elif isinstance(message, Fence):
+                    fenced = self._fences.setdefault(message.switch, set())
+                    fenced.add(message.server)
+                    if len(fenced) == len(self._servers):
+                        return message.switch
             except ValueError:  # msgspec's errors are ValueErrors too: one bad message must not end everybody's engine
                 log.exception("a message of %d bytes was refused", len(data))
+        return None
+
+    # ------------------------------------------------------------ a switch of the layout
+
+    def stand_by(self, switch: int) -> None:
+        """A core for a layout to come: says that it is there and waits to be told what to go on with."""
+        self._read_model()
+        self._supervisor.send(encode(Standing(switch, self._engine)))
+        self._await_layout()
+
+    def _leave(self, core: EngineCore, switch: int) -> None:
+        """Hand over what this core holds, once nothing is in flight, and wait for what it is to go on with: in the new
+        layout, or with the same again. Raises WorkerDiedError."""
+        self._fences = {}
+        self._send(core.settle())
+        handover = core.hand_over()
+        core.close()  # the next to speak to the workers must be the only one
+        assert self._ready is not None
+        self._supervisor.send(encode(Handed(switch, handover, self._ready)))
+        self._await_layout()
+
+    def _await_layout(self) -> None:
+        """Until `TakeOver` and `Go`. What API servers send before `Go` is for the new layout."""
+        early: list[AddRequest | Abort] = []
+        taken: tuple[EngineCore, TakeOver] | None = None
+        while True:
+            message = decode_to_core(self._inbox.recv())
+            if isinstance(message, TakeOver):
+                taken = self._take_over(message), message
+            elif isinstance(message, Go) and taken is not None:
+                break
+            elif isinstance(message, AddRequest | Abort):
+                early.append(message)
+        core, order = taken
+        worker = group_client(
+            self._context, self._folder, self._config, self._engine, [Peer(*peer) for peer in order.peers]
+        )
+        self._worker = core.worker = worker
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        worker.watch(self._poller)
+        worker.wait_ready()
+        self._core = core
+        for message in early:
+            _take(core, message)
+
+    def _take_over(self, order: TakeOver) -> EngineCore:
+        """A core with what it is given; it is told of its workers later. Raises ValueError."""
+        began, self._ready = time.monotonic(), order.ready
+        sizes = {"data_parallel_size": order.data, "tensor_parallel_size": order.tensor}
+        self._config = self._config.model_copy(update=sizes)
+        core = build_core(self._config, self._engine, NoWorker(), order.ready, self._eos)
+        core.scheduler.take_over(order.share)
+        self._supervisor.send(encode(self._ready_message(order.ready, began)))
+        return core
 
     def _sleep(self, core: EngineCore) -> None:
         """Until a message comes, the worker dies or the next report is due."""
         left = self._report(core) - time.monotonic()
         events = self._poller.poll(max(1, int(left * 1000)))
         if not events or any(source is not self._inbox for source, _ in events):
-            self._worker.check()  # raises, with what the worker has to say
+            self._check_worker()  # raises, with what the worker has to say
 
     def _report(self, core: EngineCore) -> float:
         """Send the engine's state to every API server if it is due; returns when the next one is."""
         now = time.monotonic()
         if now >= self._report_at:
             self._report_at = now + STATS_SECONDS
-            self._worker.check()
+            self._check_worker()
             core.beat()
             self._send({}, core.stats())
         return self._report_at
+
+    def _check_worker(self) -> None:
+        assert self._worker is not None
+        self._worker.check()
 
     def give_up(self, reason: str) -> int:
         """Tell API servers and supervisor why no more comes from here; returns the exit status.

@@ -33,24 +33,27 @@ class Exposition:
         """Called by prometheus_client at each scrape."""
         metrics, view = self._metrics, self._view()
         slots = metrics.slots.all()
+        here = {str(e.engine) for e in view.engines}
         for series in metrics.series:
             sources = slots[:1] if series.replicated else slots
             if series.kind == "counter":
-                yield self._collect_counter(series, sources)
+                yield self._collect_counter(series, sources, here)
             else:
-                yield self._collect_histogram(series, sources, view.max_model_len)
+                yield self._collect_histogram(series, sources, view.max_model_len, here)
         yield from _engine_families(view, metrics.model_name)
         yield from _pod_families(view, metrics.model_name, metrics.in_flight())
 
-    def _collect_counter(self, series: Series, sources: list[Floats]) -> Metric:
+    def _collect_counter(self, series: Series, sources: list[Floats], here: set[str]) -> Metric:
         family = CounterMetricFamily(series.name, series.help, labels=series.labels)
         for labels, slot in series.start.items():
             value = sum(s[slot] for s in sources)
-            if value or not series.sparse or labels in self._metrics.always_shown:
+            if value or not (series.sparse or _elsewhere(series, labels, here)) or labels in self._metrics.always_shown:
                 family.add_metric(labels, value)
         return family
 
-    def _collect_histogram(self, series: Series, sources: list[Floats], max_model_len: int | None) -> Metric:
+    def _collect_histogram(
+        self, series: Series, sources: list[Floats], max_model_len: int | None, here: set[str]
+    ) -> Metric:
         family = HistogramMetricFamily(series.name, series.help, labels=series.labels)
         bounds = series.bounds
         shown = bounds
@@ -58,7 +61,7 @@ class Exposition:
             shown = tuple(b for b in bounds if b <= max_model_len)
         for labels, start in series.start.items():
             counts = [sum(s[start + i] for s in sources) for i in range(len(bounds) + 1)]
-            if series.sparse and not any(counts):
+            if (series.sparse or _elsewhere(series, labels, here)) and not any(counts):
                 continue
             buckets, below = [], 0.0
             for bound, count in zip(bounds, counts, strict=False):
@@ -68,6 +71,11 @@ class Exposition:
             buckets.append(("+Inf", below + counts[-1]))
             family.add_metric(labels, buckets, sum(s[start + len(bounds) + 1] for s in sources))
         return family
+
+
+def _elsewhere(series: Series, labels: tuple[str, ...], here: set[str]) -> bool:
+    """Of an engine that the present layout does not have."""
+    return series.labels[1:2] == ("engine",) and labels[1] not in here
 
 
 _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
@@ -154,6 +162,7 @@ def _pod_families(view: PodView, model: str, in_flight: int) -> Iterator[Metric]
     for dimension, size in view.layout.items():
         layout.add_metric((model, dimension), size)
     yield layout
+    yield from _switch_families(view, model)
     draining = GaugeMetricFamily("kvern:draining", "1 while new requests are refused.", labels=("model_name",))
     draining.add_metric((model,), 1.0 if view.draining else 0.0)
     yield draining
@@ -165,6 +174,29 @@ def _pod_families(view: PodView, model: str, in_flight: int) -> Iterator[Metric]
     )
     tasks.add_metric((model,), _tasks())
     yield tasks
+
+
+def _switch_families(view: PodView, model: str) -> Iterator[Metric]:
+    """Changes of the layout while it serves."""
+    said = view.switches
+    totals = CounterMetricFamily(
+        "kvern:layout_switches", "Changes of the layout, by outcome.", labels=("model_name", "outcome")
+    )
+    for outcome in ("Switched", "RolledBack"):
+        totals.add_metric((model, outcome), said.totals.get(outcome, 0) if said is not None else 0)
+    yield totals
+    switching = GaugeMetricFamily(
+        "kvern:layout_switching", "1 while the layout is being changed.", labels=("model_name",)
+    )
+    switching.add_metric((model,), 1.0 if said is not None and said.phase != "Stable" else 0.0)
+    yield switching
+    seconds = GaugeMetricFamily(
+        "kvern:layout_switch_seconds", "Of the last change of the layout, by phase.", labels=("model_name", "phase")
+    )
+    if said is not None and said.last:
+        for phase, took in {**said.last[0].seconds, "pause": said.last[0].pause}.items():
+            seconds.add_metric((model, phase), took)
+    yield seconds
 
 
 def _tasks() -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvern_engine.ipc import EngineStats
+from kvern_engine.parallel.messages import LayoutState
 
 if TYPE_CHECKING:
     from kvern_engine.exposition import Exposition
@@ -124,6 +125,7 @@ class PodView:
     layout: dict[str, int]  # dp, tp, pp
     cache_config: dict[str, str]
     max_model_len: int | None
+    switches: LayoutState | None = None  # of the layout: as the supervisor said last
 
 
 @dataclass(slots=True)

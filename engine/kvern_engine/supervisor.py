@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -33,6 +34,7 @@ from kvern_engine.devices import check_devices, devices_visible, free_shared_mem
 from kvern_engine.fetching.lines import shown
 from kvern_engine.fetching.obtain import held
 from kvern_engine.ipc import CoreReady, EngineDead
+from kvern_engine.layout_switch import LayoutSwitch
 from kvern_engine.listen import ListenError, listen_tcp, listen_unix, url_of
 from kvern_engine.nodes import BEAT_SECONDS, EndEngine, Leader, node_of, ranks_of_node
 from kvern_engine.parallel.layout import Layout, check_layout
@@ -165,6 +167,8 @@ class Supervisor:
         self._leader = Leader(self._context, config) if config.nnodes > 1 else None
         self._inbox = bind(self._context, zmq.PULL, folder, SUPERVISOR_IN)
         self._servers = [connect(self._context, zmq.PUSH, folder, server_in(i)) for i in range(config.api_server_count)]
+        self._switch = LayoutSwitch(self, config, self._context, folder)
+        self._retired: set[Child] = set()  # cores that belong to no layout any more
 
     # ------------------------------------------------------------ life
 
@@ -222,11 +226,13 @@ class Supervisor:
 
     def _peers(self, engine: int) -> list[tuple[int, int | None, str]]:
         """The workers of an engine as its core is told of them; none: it has its own."""
-        if worker_in_core(self._config):
-            return []
+        return [] if worker_in_core(self._config) else self.peers(self._layout.ranks_of(engine))
+
+    def peers(self, ranks: Sequence[int]) -> list[tuple[int, int | None, str]]:
+        """(rank, pid, place) of workers as a core is told of them."""
         pids = {child.index: child.pid for child in self._children if child.kind == "worker"}
         peers: list[tuple[int, int | None, str]] = []
-        for rank in self._layout.ranks_of(engine):
+        for rank in ranks:
             away = self._leader is not None and rank not in pids
             node = node_of(self._layout, self._config.nnodes, rank)
             peers.append((rank, pids.get(rank), self._leader.place(node) if away and self._leader else ""))
@@ -247,7 +253,14 @@ class Supervisor:
                 log.info("waiting for pods", extra=logs.fields(nodes=missing, seconds=round(leader.waited)))
         return False
 
-    def _start(self, kind: str, index: int, engine: int, peers: Sequence[tuple[int, int | None, str]] = ()) -> None:
+    def _start(
+        self,
+        kind: str,
+        index: int,
+        engine: int,
+        peers: Sequence[tuple[int, int | None, str]] = (),
+        switch: int | None = None,
+    ) -> None:
         fds = [sock.fileno() for sock in (self._listener, self._admin) if sock is not None] if kind == "server" else []
         spec = ChildSpec(
             kind=kind,
@@ -263,6 +276,7 @@ class Supervisor:
             listen_fd=self._listener.fileno(),
             # The admin port is one socket: with several API servers the first one answers there.
             admin_fd=self._admin.fileno() if self._admin is not None and index == 0 else None,
+            switch=switch,
         )
         self._children.append(children.start(spec, fds))
 
@@ -332,7 +346,7 @@ class Supervisor:
         for pidfd in living:
             poller.register(pidfd, zmq.POLLIN)
         forever = 3600.0
-        wait = self._ending.wait(forever if timeout is None else timeout)
+        wait = self._switch.timeout(self._ending.wait(forever if timeout is None else timeout))
         ready = dict(poller.poll(int(min(wait, forever if timeout is None else timeout) * 1000)))
         self._caught.clear()
         ended = [(child, children.reap(child)) for source, child in living.items() if source in ready]
@@ -346,6 +360,7 @@ class Supervisor:
         for child, status in ended[len(killed) :]:
             self._exited(child, status)
         self._read_pods()
+        self._switch.tick()
         self._ending.finish()
 
     def _read_pods(self) -> None:
@@ -366,12 +381,19 @@ class Supervisor:
             if isinstance(message, WorkerProgress):
                 self._report.progress(message.rank, message.phase, message.fraction, several)
             elif isinstance(message, CoreReady):
-                self._ready[message.engine] = message
-                self._report.engine_ready(message, several)
-            else:
+                if not self._switch.core_ready(message):
+                    self._ready[message.engine] = self._switch.engines[message.engine] = message
+                    self._report.engine_ready(message, several)
+            elif isinstance(message, EngineDead):
                 self._engine_died(message.engine, message.reason)
+            else:
+                self._switch.read(message)
 
     def _exited(self, child: Child, status: int) -> None:
+        if child in self._retired:
+            self._children.remove(child)
+            self._retired.remove(child)
+            return
         if child.kind == "server":
             if not self._draining and self._failure is None:
                 self._fail(f"{child.name} {how_it_ended(status)}")
@@ -381,7 +403,9 @@ class Supervisor:
             while child.engine not in self._dead and (left := deadline - time.monotonic()) > 0:
                 self._inbox.poll(int(left * 1000))
                 self._read_inbox()
-        self._engine_died(child.engine, f"{self._full_name(child)} {how_it_ended(status)}")
+        reason = f"{self._full_name(child)} {how_it_ended(status)}"
+        self._engine_died(child.engine, reason)
+        self._switch.lost(child.kind, child.index, reason)
 
     def _full_name(self, child: Child) -> str:
         """`worker 3 (engine 1, stage 0, tensor rank 1)` where an engine has several workers."""
@@ -394,11 +418,12 @@ class Supervisor:
         """Tell the API servers at once; end what is left of the engine. Only the first reason counts."""
         if engine in self._dead:
             return
+        if engine >= self._engines:  # one of a layout to come: nobody has lost anything
+            self._switch.lost("core", engine, reason)
+            return
         self._dead[engine] = reason
         last = len(self._dead) == self._engines
-        for sock in self._servers:
-            with contextlib.suppress(zmq.Again):
-                sock.send(encode(EngineDead(engine, reason, last)), zmq.NOBLOCK)
+        self.tell_servers(EngineDead(engine, reason, last))
         self._ending.begin([c for c in self._children if c.kind in ("worker", "core") and c.engine == engine])
         if self._leader is not None:
             self._leader.tell(EndEngine(engine))
@@ -409,6 +434,35 @@ class Supervisor:
         log.error("engine died", extra=logs.fields(engine=engine, reason=reason, engines_left=left))
         if last:
             self._fail(reason)
+
+    # ------------------------------------------------------------ what a switch of the layout needs
+
+    def start_core(self, engine: int, switch: int) -> None:
+        """A core for a layout to come."""
+        self._start("core", engine, engine, switch=switch)
+
+    def end_core(self, engine: int) -> None:
+        """It belongs to no layout any more; that it ends is no failure."""
+        ended = [c for c in self._children if c.kind == "core" and c.index == engine and c.status is None]
+        self._retired.update(ended)
+        self._ending.begin(ended)
+
+    def tell_servers(self, message: Any, server: int | None = None) -> None:
+        """To all API servers, or to one."""
+        for sock in self._servers if server is None else [self._servers[server]]:
+            with contextlib.suppress(zmq.Again):
+                sock.send(encode(message), zmq.NOBLOCK)
+
+    def adopt(self, layout: Layout, engines: Sequence[CoreReady]) -> None:
+        """The pod has this layout now."""
+        self._layout, self._ready = layout, {engine.engine: engine for engine in engines}
+        for child in self._children:
+            if child.kind == "worker":
+                child.engine = layout.coordinates(child.index)[0]
+
+    def give_up(self, engine: int, reason: str) -> None:
+        """An engine that does not answer any more."""
+        self._engine_died(engine, reason)
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason

@@ -6,7 +6,10 @@ msgspec over ZeroMQ on unix sockets in one private folder (`socket_dir.py`); nev
     core-{e}.in       PULL, bound by core e; every API server pushes
     worker-{r}.in     PULL, bound by worker r; its core pushes plans
     worker-{r}.out    PUSH, bound by worker r; its core pulls results
-    supervisor.in     PULL, bound by the supervisor; every core pushes
+    supervisor.in     PULL, bound by the supervisor; every core pushes, and during a switch of the layout every worker;
+                      the API server with the admin port says what is asked for there
+
+In a switch the supervisor pushes to cores and workers as well (`parallel/messages.py`).
 
 Workers of another pod are bound to TCP ports that the system chooses, on the one address that KVERN_WORKER_TCP names:
 a file `{name}.endpoint` in the folder then says where, on both sides (`nodes.py` carries it over).
@@ -24,13 +27,18 @@ import zmq
 
 from kvern_engine.core.plan import FromWorker
 from kvern_engine.ipc import ToCore, ToServer, ToSupervisor
+from kvern_engine.parallel.messages import SwitchToCore, SwitchToServer, SwitchToSupervisor
 
 WORKER_TCP = "KVERN_WORKER_TCP"
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
-decode_to_core: Callable[[bytes], ToCore] = msgspec.msgpack.Decoder(ToCore).decode
-decode_to_server: Callable[[bytes], ToServer] = msgspec.msgpack.Decoder(ToServer).decode
-decode_to_supervisor: Callable[[bytes], ToSupervisor] = msgspec.msgpack.Decoder(ToSupervisor).decode
+decode_to_core: Callable[[bytes], ToCore | SwitchToCore] = msgspec.msgpack.Decoder(ToCore | SwitchToCore).decode
+decode_to_server: Callable[[bytes], ToServer | SwitchToServer] = msgspec.msgpack.Decoder(
+    ToServer | SwitchToServer
+).decode
+decode_to_supervisor: Callable[[bytes], ToSupervisor | SwitchToSupervisor] = msgspec.msgpack.Decoder(
+    ToSupervisor | SwitchToSupervisor
+).decode
 decode_from_worker: Callable[[bytes], FromWorker] = msgspec.msgpack.Decoder(FromWorker).decode
 
 SUPERVISOR_IN = "supervisor.in"

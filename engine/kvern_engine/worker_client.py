@@ -402,6 +402,23 @@ class WorkerLike(Protocol):
     def execute(self, plan: StepPlan) -> Pending: ...
 
 
+class NoWorker:
+    """WorkerClient of a core that is still to be told of its workers."""
+
+    overlaps = True
+    alive = False
+
+    def submit(self, plan: StepPlan) -> None:
+        raise RuntimeError("the core has no workers yet")
+
+    def collect(self, timeout: float | None = None) -> StepResult | None:
+        """Nothing comes from nobody."""
+        return None
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
 class InprocWorkerClient:
     """WorkerClient of a worker in this process: a plan is a direct call, its result is read back on collect."""
 

@@ -46,12 +46,15 @@ class Handover(msgspec.Struct, array_like=True, frozen=True):
     cached: list[tuple[bytes, int]] = []
     max_model_len: int = 0  # the longest sequence that it could hold, in tokens
 
+    def unmoved(self) -> "Share":
+        """What the same engine takes back, where nothing has become of the switch."""
+        return Share(self.engine, self.requests, self.cached)
+
 
 class Share(msgspec.Struct, array_like=True, frozen=True):
-    """What an engine of the new layout takes over. Blocks are its own: `taken` of them, the first ones, are named here;
-    all others are free. `cached` as in `Handover`."""
+    """What an engine of the new layout takes over. Blocks are its own, all that are not named are free. `cached` as in
+    `Handover`."""
 
     engine: int
     requests: list[HeldRequest]
-    taken: int = 0
     cached: list[tuple[bytes, int]] = []

@@ -42,20 +42,12 @@ def _held(seq: Sequence) -> HeldChoice:
 def restore_blocks(pool: BlockPool, share: Share) -> None:
     """In a fresh pool: the blocks of the share are taken, as often as its choices hold them; its prefixes are free and
     can be found."""
-    taken = pool.allocate(share.taken)
-    if taken != list(range(share.taken)):
-        raise RuntimeError("only a fresh pool can take over blocks")
-    holders = dict.fromkeys(taken, 0)
     for request in share.requests:
         for choice in request.choices:
-            for block in choice.blocks:
-                if block != NO_BLOCK:
-                    holders[block] += 1
-    for block, count in holders.items():
-        pool.share([block] * (count - 1))
-    for digest, block in share.cached:
+            pool.share(block for block in choice.blocks if block != NO_BLOCK)
+    for digest, block in share.cached:  # the least recently used first, as they stood
+        pool.share([block])
         pool.publish(block, digest)
-    for _, block in share.cached:  # the least recently used first, as they stood
         pool.release([block])
 
 

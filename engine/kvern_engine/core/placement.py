@@ -94,7 +94,7 @@ def place(handovers: Sequence[Handover], before: Layout, after: Layout, rooms: S
         for chosen in parts[handover.engine]:
             _keep_prefixes(filling[chosen], handover, chosen, moves)
     shares = [
-        Share(engine, sorted(f.requests, key=lambda r: r.message.arrival), f.taken, f.cached[::-1])
+        Share(engine, sorted(f.requests, key=lambda r: r.message.arrival), f.cached[::-1])
         for engine, f in enumerate(filling)
     ]
     return Placement(shares, moves, engine_of, kept, recomputed)

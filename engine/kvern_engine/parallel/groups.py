@@ -31,7 +31,7 @@ from kvern_engine.parallel.layout import Layout, ModelShard, model_shard
 JOIN_SECONDS = 120.0  # how long a rank waits for the others of its engine
 _POLL_SECONDS = 0.05
 _LEAST_CONNECT_SECONDS = 30.0  # to connect in, however late the last rank came
-_OPERATION_SECONDS = 1800.0  # torch's own default for gloo; that a rank is gone is noticed by others, and sooner
+OPERATION_SECONDS = 1800.0  # torch's own default for gloo; that a rank is gone is noticed by others, and sooner
 _MOST_SENDS = 8  # unfinished sends after which the oldest is waited for: what bounds the memory they hold
 
 
@@ -113,6 +113,7 @@ class ParallelContext:
     tensor: TensorGroup
     pipeline: Pipeline | None = None
     device: torch.device | None = None  # where numbers that ranks compare must lie: NCCL takes nothing else
+    group: Any = None  # all ranks of the engine, where that is not torch's default group
 
     @classmethod
     def single(cls, rank: int = 0, layout: Layout | None = None) -> "ParallelContext":
@@ -149,12 +150,12 @@ class ParallelContext:
         if self.layout.engine_size == 1:
             return value
         found = torch.tensor(value, dtype=torch.int64, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.group)
         return int(found.item())
 
     def close(self) -> None:
         """Leave the process groups. The other ranks need not be there any more."""
-        if self.layout.engine_size > 1 and dist.is_initialized():
+        if self.group is None and self.layout.engine_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -179,8 +180,8 @@ def init_parallel(
         return ParallelContext.single(rank, layout)
     within, size = rank - layout.ranks_of(engine)[0], layout.engine_size
     begin = time.monotonic()
-    store = _open_store(rendezvous, within == 0, rank, layout.ranks_of(engine)[0], timeout)
-    _meet(store, layout.ranks_of(engine), rank, engine, rendezvous, begin + timeout)
+    store = open_store(rendezvous, within == 0, rank, layout.ranks_of(engine)[0], timeout)
+    meet(store, layout.ranks_of(engine), rank, engine, rendezvous, begin + timeout)
     met = time.monotonic()
     maker = _GroupMaker(store, max(begin + timeout, met + _LEAST_CONNECT_SECONDS), device)
     try:
@@ -238,7 +239,7 @@ class _GroupMaker:
         """All are made: from now on time is given to operations. `timeout` for what NCCL connects on first use."""
         self._store.set_timeout(timedelta(seconds=timeout))
         for group in self._mine if self.device is None else ():
-            group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=_OPERATION_SECONDS))
+            group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=OPERATION_SECONDS))
 
 
 def _connect(layout: Layout, engine: int, rank: int, maker: _GroupMaker) -> ParallelContext:
@@ -260,7 +261,8 @@ def _connect(layout: Layout, engine: int, rank: int, maker: _GroupMaker) -> Para
     )
 
 
-def _open_store(rendezvous: str, is_first: bool, rank: int, first: int, timeout: float) -> Any:
+def open_store(rendezvous: str, is_first: bool, rank: int, first: int, timeout: float) -> Any:
+    """The store at which ranks meet; see `init_parallel`."""
     url = urlsplit(rendezvous)
     if url.scheme == "file" and url.path:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside this machine has to reach us
@@ -292,12 +294,23 @@ def _listen(host: str, port: int) -> int:
     return socket.create_server((host, port), family=family).detach()
 
 
-def _meet(store: Any, ranks: Sequence[int], rank: int, engine: int, rendezvous: str, deadline: float) -> None:
-    """Returns when all `ranks` have come. Raises RankMissingError naming those that have not by `deadline`."""
+def meet(
+    store: Any,
+    ranks: Sequence[int],
+    rank: int,
+    engine: int,
+    rendezvous: str,
+    deadline: float,
+    given_up: Callable[[], bool] = lambda: False,
+) -> None:
+    """Returns when all `ranks` have come. Raises RankMissingError naming those that have not by `deadline`, or when
+    `given_up` says that nobody waits for this any more."""
     begin = time.monotonic()
     store.set(f"joined/{rank}", "1")
     missing = list(ranks)
     while missing := [r for r in missing if not store.check([f"joined/{r}"])]:
+        if given_up():
+            raise RankMissingError("the others have given up")
         if time.monotonic() > deadline:
             named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             raise RankMissingError(

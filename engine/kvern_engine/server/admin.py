@@ -7,9 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvern_engine.parallel.messages import SwitchRecord
 from kvern_engine.server.asgi import check_json_type, read_body
 from kvern_engine.server.auth import BearerKeys
-from kvern_engine.server.errors import ApiError
+from kvern_engine.server.errors import ApiError, unavailable
 from kvern_engine.server.gateway import App, Gateway
 from kvern_engine.server.models import json_response
 from kvern_engine.server.openapi import framework
@@ -53,23 +54,26 @@ class AdminEndpoints:
     def _layout(self) -> dict[str, Any]:
         """The layout, and the sizes it could have with the tokens of KV that the pod would hold at each: measured for
         the present one, computed for the others."""
-        config = self._state.config
-        size = config.tensor_parallel_size
+        config, said = self._state.config, self._state.client.layout
+        size = said.tensor if said is not None else config.tensor_parallel_size
+        data = said.data if said is not None else config.data_parallel_size
         engines = [e for e in self._state.client.views() if e.num_blocks]
         feasible = dict(engines[0].feasible) if engines else {}
         if engines:
             feasible[size] = sum(e.num_blocks * e.block_size for e in engines)
+        stable = said is None or said.phase == "Stable"
         return {
             "current": size,
-            "target": size,
-            "generation": self._state.layout_generation,
-            "phase": "Stable" if engines else "Loading",
-            "progress": 1.0 if engines else 0.0,
-            "engines": config.data_parallel_size,
+            "target": size if said is None else said.target,
+            "generation": 0 if said is None else said.generation,
+            "phase": ("Stable" if engines else "Loading") if said is None or stable else said.phase,
+            "progress": (1.0 if engines else 0.0) if said is None or stable else said.progress,
+            "engines": data,
             "pipeline": config.pipeline_parallel_size,
-            "devices": config.data_parallel_size * config.pipeline_parallel_size * size,
+            "devices": data * config.pipeline_parallel_size * size,
             "device": ", ".join(sorted({_device_kind(e.device) for e in engines if e.device})),
             "feasible": [{"size": size, "kvTokens": tokens} for size, tokens in sorted(feasible.items())],
+            "last": [_record(record) for record in said.last] if said is not None else [],
         }
 
     async def layout(self, request: Request) -> Response:
@@ -80,23 +84,29 @@ class AdminEndpoints:
         check_json_type(request.scope)
         seconds = state.config.body_timeout_seconds
         asked = parse_body(LayoutRequest, await read_body(request.scope, request.receive, _BODY_LIMIT, seconds))
-        if asked.generation < state.layout_generation:
-            raise ApiError(
-                f"generation {asked.generation} is older than {state.layout_generation}, which was asked for before.",
-                status=409,
-                param="generation",
-                code="stale_generation",
-            )
-        size = state.config.tensor_parallel_size
-        if asked.tensor != size:
-            raise ApiError(
-                f"tensor must be {size}, the present size, got {asked.tensor}: this version of Kvern cannot change the "
-                "layout of a running pod.",
-                param="tensor",
-                code="layout_not_feasible",
-            )
-        state.layout_generation = asked.generation
-        return json_response(self._layout())
+        try:
+            answer = await state.client.change_layout(asked.tensor, asked.generation)
+        except TimeoutError:
+            raise unavailable("The supervisor does not answer. Please retry.", "layout_unknown", 1) from None
+        if answer.status >= 300:
+            param = "generation" if answer.code == "stale_generation" else "tensor"
+            raise ApiError(answer.error, status=answer.status, param=param, code=answer.code)
+        return json_response(self._layout(), answer.status)
+
+
+def _record(record: SwitchRecord) -> dict[str, Any]:
+    """A switch that is over, as JSON."""
+    return {
+        "from": record.source,
+        "to": record.target,
+        "generation": record.generation,
+        "outcome": record.outcome,
+        "reason": record.reason,
+        "pauseSeconds": record.pause,
+        "seconds": record.seconds,
+        "kept": record.kept,
+        "recomputed": record.recomputed,
+    }
 
 
 def _device_kind(device: str) -> str:

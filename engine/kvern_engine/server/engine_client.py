@@ -5,22 +5,32 @@ waiting task is woken once a pass. `release` is the single point where a request
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
-from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineStats, Outputs, TokenOutput
+from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineStats, Outputs, TokenOutput, ToServer
 from kvern_engine.logs import fields
 from kvern_engine.metrics import EngineView, Metrics, RequestTimes
+from kvern_engine.parallel.messages import (
+    ChangeLayout,
+    Fence,
+    Hold,
+    LayoutAnswer,
+    LayoutChanged,
+    LayoutState,
+    SwitchToServer,
+)
 from kvern_engine.server.balance import Balancer, prefix_keys
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.lifecycle import STALL_SECONDS
-from kvern_engine.transport import bind, connect, core_in, decode_to_server, encode, server_in
+from kvern_engine.transport import SUPERVISOR_IN, bind, connect, core_in, decode_to_server, encode, server_in
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +39,7 @@ _MAX_PASS = 256
 # Tokens, each with the alternatives reported for it, that wait for a client that reads more slowly than they come: some
 # ten megabytes. More are not computed for it.
 MAX_BACKLOG = 65_536
+_ANSWER_SECONDS = 10.0  # in which the supervisor answers, which waits for nothing
 
 
 class ClientGone(Exception):
@@ -144,18 +155,30 @@ class EngineClient:
         self.metrics = metrics
         self._on_last_dead, self._on_ready = on_last_dead, on_ready
         self._engines = [_Engine(stats=EngineStats(e)) for e in range(num_engines)]
+        self.layout: LayoutState | None = None  # as the supervisor said last
+        self._held: list[tuple[int, AddRequest | Abort]] | None = None  # during a switch of the layout: for the cores
+        self._asks: dict[int, asyncio.Future[LayoutAnswer]] = {}
         self._balancer = Balancer(num_engines)
         self._live: dict[str, EngineRequest] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         folder = os.fspath(socket_dir)
         self._in = bind(self._context, zmq.PULL, folder, server_in(index))
         # Linger: an abort sent just before this process ends must still reach the core.
-        self._out = [connect(self._context, zmq.PUSH, folder, core_in(e), linger_ms=200) for e in range(num_engines)]
+        self._folder = folder
+        self._out: list[zmq.Socket[bytes]] = []
+        self._connect_cores(num_engines)
+        self._supervisor = connect(self._context, zmq.PUSH, folder, SUPERVISOR_IN)
         self._loop = asyncio.get_running_loop()
         self._fd = int(self._in.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._readable)
         self._loop.call_soon(self._readable)
         self._closed = False
+        self._numbers = itertools.count()
+
+    def _connect_cores(self, number: int) -> None:
+        """Have a socket to each of `number` cores; those that were there stay."""
+        for engine in range(len(self._out), number):
+            self._out.append(connect(self._context, zmq.PUSH, self._folder, core_in(engine), linger_ms=200))
 
     # State
 
@@ -204,17 +227,21 @@ class EngineClient:
         alive = [i for i, e in enumerate(self._engines) if self._state(e, now) == "ready"]
         if not alive:
             raise EngineDeadError("no engine is ready")
-        engine = alive[0]
-        if len(self._engines) > 1:
-            ready = self._engines[engine].ready
-            size = ready.block_size if ready else 16
-            engine = self._balancer.choose(alive, prefix_keys(request.prompt_token_ids, size, request.cache_salt))
+        engine = self._choose(alive, request)
         key = self.metrics.labels(engine) if self.metrics else ("", str(engine))
         handle = EngineRequest(request, engine, mailbox, key, tag)
         self._balancer.add(engine, handle.cost)
         self._live[handle.id] = handle
         self._send(engine, request)
         return handle
+
+    def _choose(self, alive: list[int], request: AddRequest) -> int:
+        """One of the engines that are `alive`."""
+        if len(self._engines) == 1:
+            return alive[0]
+        ready = self._engines[alive[0]].ready
+        size = ready.block_size if ready else 16
+        return self._balancer.choose(alive, prefix_keys(request.prompt_token_ids, size, request.cache_salt))
 
     def release(self, handle: EngineRequest, reason: str) -> None:
         """Give a request back, once; `reason` is stop | length | abort | error. Aborted where it still runs."""
@@ -255,7 +282,9 @@ class EngineClient:
             self.release(handle, reason)
 
     def _send(self, engine: int, message: AddRequest | Abort) -> None:
-        if self._engines[engine].state != "dead":
+        if self._held is not None:
+            self._held.append((engine, message))
+        elif self._engines[engine].state != "dead":
             self._out[engine].send(encode(message), zmq.NOBLOCK)
 
     # Messages
@@ -275,8 +304,12 @@ class EngineClient:
                 log.exception("cannot handle a message of %d bytes", len(data))
         self._loop.call_soon(self._readable)
 
-    def _handle(self, message: Outputs | CoreReady | EngineDead) -> None:
-        if isinstance(message, Outputs):
+    def _handle(self, message: ToServer | SwitchToServer) -> None:
+        if isinstance(message, LayoutState | LayoutAnswer | Hold | LayoutChanged):
+            self._handle_switch(message)
+        elif isinstance(message, Outputs):
+            if message.engine >= len(self._engines):
+                return  # the last words of a core that belongs to no layout any more
             engine = self._engines[message.engine]
             engine.heard = time.monotonic()
             if message.outputs:
@@ -296,6 +329,88 @@ class EngineClient:
                 self._on_ready()
         else:
             self._engine_dead(message)
+
+    # A switch of the layout
+
+    async def change_layout(self, tensor: int, generation: int) -> LayoutAnswer:
+        """Ask the supervisor for engines of this size; what it says. Raises TimeoutError where it says nothing."""
+        ask = next(self._numbers)
+        answer: asyncio.Future[LayoutAnswer] = self._loop.create_future()
+        self._asks[ask] = answer
+        try:
+            self._supervisor.send(encode(ChangeLayout(self.index, ask, tensor, generation)), zmq.NOBLOCK)
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return await answer
+        finally:
+            del self._asks[ask]
+
+    def _handle_switch(self, message: SwitchToServer) -> None:
+        if isinstance(message, LayoutState):
+            self.layout = message
+        elif isinstance(message, LayoutAnswer):
+            answer = self._asks.get(message.ask)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif isinstance(message, Hold):
+            # Nothing after the fence: once it has all of them, a core knows that nothing is on its way.
+            for engine in range(message.data):
+                if self._engines[engine].state != "dead":
+                    self._out[engine].send(encode(Fence(message.switch, self.index)), zmq.NOBLOCK)
+            self._held = self._held if self._held is not None else []
+        else:
+            self._layout_changed(message)
+
+    def _layout_changed(self, message: LayoutChanged) -> None:
+        """The engines are others now: requests in flight go on at those that have them, what was kept is sent."""
+        now, before = time.monotonic(), self._engines
+        by_engine = {ready.engine: ready for ready in message.engines}
+        self._connect_cores(message.data)
+        self._engines = []
+        for index in range(message.data):
+            ready = by_engine.get(index)
+            if ready is None:  # it has died on the way: the layout is the old one
+                self._engines.append(before[index])
+            else:
+                self._engines.append(_Engine("ready", EngineStats(index, heartbeat=now), ready, now))
+        self._balancer = Balancer(message.data)
+        held, self._held = self._held or [], None
+        unsent = {m.request_id: m for _, m in held if isinstance(m, AddRequest)}
+        for handle in self._live.values():
+            if handle.id not in unsent:
+                handle.engine = message.engine_of.get(handle.id, handle.engine)
+                self._balancer.add(handle.engine, handle.cost)
+        for _, kept in held:
+            if isinstance(kept, AddRequest):
+                self._send_kept(kept)
+            else:
+                self._abort_kept(kept, message.engine_of, unsent)
+
+    def _send_kept(self, request: AddRequest) -> None:
+        handle = self._live.get(request.request_id)
+        if handle is None:
+            return  # its client has gone meanwhile
+        alive = [i for i, e in enumerate(self._engines) if e.state == "ready"]
+        if not alive:
+            handle.engine_died = True
+            output = TokenOutput(handle.id, 0, [], finish_reason="error", error="no engine is ready")
+            handle.mailbox.put(handle, output)
+            return
+        handle.engine = self._choose(alive, request)
+        self._balancer.add(handle.engine, handle.cost)
+        self._send(handle.engine, request)
+
+    def _abort_kept(self, abort: Abort, engine_of: Mapping[str, int], unsent: Container[str]) -> None:
+        """To whoever has these requests now; those that were never sent need no telling."""
+        for request_id in abort.request_ids:
+            if request_id in engine_of:
+                self._send(engine_of[request_id], Abort([request_id]))
+            elif request_id not in unsent:
+                for engine in range(len(self._engines)):
+                    self._send(engine, Abort([request_id]))
+        for request_id, index in abort.choices:
+            handle = self._live.get(request_id)
+            if handle is not None and request_id not in unsent:
+                self._send(handle.engine, Abort([], [(request_id, index)]))
 
     def _dispatch(self, message: Outputs, now: float) -> None:
         live, count, gaps = self._live, 0, []
@@ -347,7 +462,8 @@ class EngineClient:
 
     def _engine_dead(self, message: EngineDead) -> None:
         engine = self._engines[message.engine]
-        lost = [h for h in self._live.values() if h.engine == message.engine]
+        unsent = {m.request_id for _, m in self._held or () if isinstance(m, AddRequest)}
+        lost = [h for h in self._live.values() if h.engine == message.engine and h.id not in unsent]
         if engine.state != "dead":  # its core and the supervisor both tell
             extra = fields(engine=message.engine, reason=message.reason, requests_lost=len(lost))
             log.error("engine died", extra=extra)
@@ -377,7 +493,6 @@ class EngineClient:
             self.release(handle, "abort")
         self._closed = True
         self._loop.remove_reader(self._fd)
-        self._in.close()
-        for sock in self._out:
+        for sock in (self._in, *self._out, self._supervisor):
             sock.close()
         self._context.term()

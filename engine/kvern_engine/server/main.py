@@ -18,6 +18,7 @@ from kvern_engine.loading.config import read_generation_config, read_model_confi
 from kvern_engine.loading.resolve import ModelFiles, resolve_model
 from kvern_engine.logs import fields
 from kvern_engine.metrics import Metrics
+from kvern_engine.parallel.layout import Layout
 from kvern_engine.server.admin import create_admin_app
 from kvern_engine.server.app import HANDLERS, create_app
 from kvern_engine.server.auth import read_token_file
@@ -82,7 +83,7 @@ def build_state(config: EngineConfig, files: ModelFiles, index: int, socket_dir:
     metrics = Metrics(
         Path(socket_dir),
         model_name=reported[0],
-        num_engines=num_engines,
+        num_engines=max(num_engines, most_engines(config)),
         handlers=HANDLERS,
         index=index,
         num_servers=config.api_server_count,
@@ -97,6 +98,12 @@ def build_state(config: EngineConfig, files: ModelFiles, index: int, socket_dir:
         drain_timeout=config.drain_timeout_seconds,
     )
     return ServerState(config, served, reported, client, metrics, lifecycle, RequestReader(config))
+
+
+def most_engines(config: EngineConfig) -> int:
+    """As many as the pod can have after a switch of its layout: one a device."""
+    layout = Layout.of(config)
+    return layout.world // layout.pipeline
 
 
 async def load_reader(state: ServerState, files: ModelFiles) -> None:

@@ -36,7 +36,6 @@ class ServerState:
     requests: RequestReader
     reader: PromptReader | None = None
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
-    layout_generation: int = 0
     started: int = field(default_factory=lambda: int(time.time()))
     version: str = field(default_factory=kvern_version)
 
@@ -73,10 +72,11 @@ def pod_view(config: EngineConfig, client: EngineClient, lifecycle: Lifecycle) -
         engines=client.views(),
         draining=lifecycle.draining,
         layout={
-            "dp": config.data_parallel_size,
-            "tp": config.tensor_parallel_size,
+            "dp": config.data_parallel_size if client.layout is None else client.layout.data,
+            "tp": config.tensor_parallel_size if client.layout is None else client.layout.tensor,
             "pp": config.pipeline_parallel_size,
         },
         cache_config=cache,
         max_model_len=client.max_model_len or config.asked_model_len,
+        switches=client.layout,
     )

@@ -15,6 +15,7 @@ import queue
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -24,8 +25,10 @@ import zmq
 
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import FromWorker, Reset, StepPlan, StepResult, ToWorker, WorkerFailed, WorkerProgress
-from kvern_engine.transport import bind, encode, worker_in, worker_out
+from kvern_engine.parallel.messages import Switched, SwitchToWorker
+from kvern_engine.transport import SUPERVISOR_IN, bind, connect, encode, worker_in, worker_out
 from kvern_engine.worker import create_worker
+from kvern_engine.worker.switching import Switching
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 _POLL_MS = 500  # how often the main thread looks whether the sender has failed
 _LAST_WORDS_MS = 5000  # how long a failing worker waits for somebody to hear why
 
-_decode = msgspec.msgpack.Decoder(ToWorker).decode
+_decode = msgspec.msgpack.Decoder(ToWorker | SwitchToWorker).decode
 
 
 class _Pending(Protocol):
@@ -48,7 +51,7 @@ class _Outbox:
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", threaded: bool, rank: int, answers: bool = True) -> None:
-        self._socket, self._rank, self._answers = socket, rank, answers
+        self._socket, self._rank, self.answers = socket, rank, answers
         self.failed = threading.Event()
         self._queue: queue.SimpleQueue[FromWorker | _Pending | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="results", daemon=True) if threaded else None
@@ -66,7 +69,7 @@ class _Outbox:
             self._socket.send(encode(item))
             return
         result = item.result()
-        if self._answers:
+        if self.answers:
             self._socket.send(encode(result))
 
     def _run(self) -> None:
@@ -106,8 +109,8 @@ def worker_main(config_json: bytes, rank: int, engine: int, socket_dir: str) -> 
             worker = create_worker(config, rank, rendezvous_of(socket_dir, engine))
             ready = worker.load(lambda phase, share: _try_send(results, WorkerProgress(rank, phase, share)))
             during = "step"
-            answers = worker.answers or (worker.knows_tokens and os.environ.get("KVERN_DEBUG_RANKS") == "1")
-            _serve(worker, ready, plans, _Outbox(results, worker.is_asynchronous, rank, answers))
+            outbox = _Outbox(results, worker.is_asynchronous, rank, _answers(worker))
+            _serve(Switching(worker, ready, partial(_tell_supervisor, context, socket_dir)), plans, outbox)
         except Exception as error:
             _log_failure(during, error)
             _last_words(results, _failure(rank, during, error))
@@ -123,18 +126,32 @@ def rendezvous_of(socket_dir: str, engine: int) -> str:
     return os.environ.get("KVERN_RENDEZVOUS") or f"file://{Path(socket_dir).absolute() / f'rendezvous-{engine}'}"
 
 
-def _serve(worker: Any, ready: FromWorker, plans: "zmq.Socket[bytes]", outbox: _Outbox) -> None:
+def _tell_supervisor(context: "zmq.Context[Any]", socket_dir: str, message: Switched) -> None:
+    sock = connect(context, zmq.PUSH, socket_dir, SUPERVISOR_IN, linger_ms=_LAST_WORDS_MS)
+    sock.send(encode(message))
+    sock.close()
+
+
+def _answers(worker: Any) -> bool:
+    """Whether this rank's results are sent."""
+    return bool(worker.answers or (worker.knows_tokens and os.environ.get("KVERN_DEBUG_RANKS") == "1"))
+
+
+def _serve(serving: Switching, plans: "zmq.Socket[bytes]", outbox: _Outbox) -> None:
     """The loop: launch each plan as it comes. Returns only by an exception."""
-    outbox.put(ready)
+    outbox.put(serving.ready)
     while not outbox.failed.is_set():
         if not plans.poll(_POLL_MS):
             continue
-        message: StepPlan | Reset = _decode(plans.recv())
-        if isinstance(message, Reset):
-            worker.reset()
-            outbox.put(ready)
+        message: ToWorker | SwitchToWorker = _decode(plans.recv())
+        if isinstance(message, StepPlan):
+            outbox.put(serving.worker.execute(message))
+        elif isinstance(message, Reset):
+            serving.worker.reset()
+            outbox.put(serving.ready)
         else:
-            outbox.put(worker.execute(message))
+            serving.handle(message)
+            outbox.answers = _answers(serving.worker)
     outbox.close()
     sys.exit(1)
 

@@ -54,7 +54,11 @@ class SimPending:
 
 
 class SimWorker:
-    """Same interface as `Worker`. `clock` and `sleep` are for tests; seconds."""
+    """Same interface as `Worker`. `clock` and `sleep` are for tests; seconds. `like`: one that has loaded the same
+    model on the same device."""
+
+    profile: SimProfile
+    _vocabulary: _Vocabulary
 
     def __init__(
         self,
@@ -62,8 +66,10 @@ class SimWorker:
         rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        like: "SimWorker | None" = None,
     ) -> None:
         limits.check_supported(config)
+        self._like = like
         self.config, self.rank = config, rank
         self.layout = Layout.of(config)
         engine, stage, _ = self.layout.coordinates(rank)
@@ -76,7 +82,10 @@ class SimWorker:
     def load(self, progress: Callable[[str, float], None] | None = None) -> WorkerReady:
         """Reads profile and vocabulary; ready at once. Raises ValueError with a text for the user."""
         begin = time.perf_counter()
-        self.profile = self._profile()
+        if self._like is None:
+            self.profile = self._profile()
+        else:
+            self.profile, self._vocabulary, self._like = self._like.profile, self._like._vocabulary, None
         self.profile.check_layout(self.layout)
         own = limits.OwnLength(self.profile.max_model_len, self.profile.max_model_len, "the profile's max_model_len")
         length = limits.choose_max_model_len(self.config.max_model_len, own, limits.allows_long(os.environ))

@@ -26,7 +26,8 @@ class SimProfile:
     Several devices: N tensor parallel ranks each take an Nth of that, except `replicated_seconds` of `step_seconds`
     (launches, norms, sampling), and reduce twice a layer: `all_reduce_seconds` + `all_reduce_token_seconds` a token
     with two ranks; a ring of N sends 2 (N - 1) / N times the bytes. A pipeline stage takes the time of its layers, and
-    `hand_over_seconds` + `hand_over_token_seconds` a token pass until the next one has its input.
+    `hand_over_seconds` + `hand_over_token_seconds` a token pass until the next one has its input. A change of the
+    layout takes `group_seconds` for new groups and moves weights and KV at `peer_bytes_per_second`.
     """
 
     name: str
@@ -48,6 +49,8 @@ class SimProfile:
     all_reduce_token_seconds: float = 0.0
     hand_over_seconds: float = 0.0
     hand_over_token_seconds: float = 0.0
+    group_seconds: float = 0.0
+    peer_bytes_per_second: float = 1e11
     eos_probability: float = 0.0
     fit: str = ""
 
@@ -59,6 +62,10 @@ class SimProfile:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"sim profile {self.name}: {name} must be above 0, got {getattr(self, name)}")
+        if self.peer_bytes_per_second <= 0:
+            raise ValueError(
+                f"sim profile {self.name}: peer_bytes_per_second must be above 0, got {self.peer_bytes_per_second}"
+            )
         if self.replicated_seconds > self.step_seconds:
             raise ValueError(
                 f"sim profile {self.name}: replicated_seconds must be at most step_seconds ({self.step_seconds}), "

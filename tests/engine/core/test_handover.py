@@ -112,6 +112,19 @@ class Pod:
         self.kept, self.recomputed = self.kept + placed.kept, self.recomputed + placed.recomputed
         return placed
 
+    def turn_back(self) -> None:
+        """A switch that has come to nothing: everybody goes on with what there was, in the blocks where it was."""
+        handovers = []
+        for core in self.cores:
+            self.take(core.settle())
+            handovers.append(core.hand_over())
+        old, self.cores = self.cores, [self.core(e, self.room(self.layout)) for e in range(self.layout.data)]
+        for core, before, handover in zip(self.cores, old, handovers, strict=True):
+            core.worker.kv = before.worker.kv  # type: ignore[attr-defined]
+            core.scheduler.take_over(handover.unmoved())
+            assert core.scheduler.pool.num_used == before.scheduler.pool.num_used
+            assert core.scheduler.pool.cached_blocks() == before.scheduler.pool.cached_blocks()
+
     def run(self) -> "Pod":
         rng, sizes = self.random, [1, 2, 4]
         for _ in range(rng.randint(1, 4)):
@@ -124,7 +137,10 @@ class Pod:
                 self.aborted.add(name)
                 for core in self.cores:  # it may have ended under an earlier layout
                     core.abort([name])
-            self.switch(rng.choice(sizes))
+            if rng.random() < 0.2:
+                self.turn_back()
+            else:
+                self.switch(rng.choice(sizes))
         for _ in range(2000):
             if all(core.idle for core in self.cores):
                 return self

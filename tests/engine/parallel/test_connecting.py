@@ -48,7 +48,7 @@ def _answer(pipe: Connection) -> Any:
 
 def test_the_time_to_connect_is_not_that_of_operations(two) -> None:
     for pipe in two(adds_up):
-        assert _answer(pipe) == ([2.0, 2.0, 2.0], groups._OPERATION_SECONDS)
+        assert _answer(pipe) == ([2.0, 2.0, 2.0], groups.OPERATION_SECONDS)
 
 
 def test_a_rank_that_hangs_while_groups_are_made_is_not_waited_for(two) -> None:

@@ -6,6 +6,7 @@ import time
 
 import httpx
 import pytest
+from fake_supervisor import FakeSupervisor
 from server_harness import TOKEN, Setup, events_of, saying, wait_until
 
 from kvern_engine.server.auth import read_token_file
@@ -299,14 +300,17 @@ class TestAdmin:
 
     def test_layout(self, setup: Setup, tokenizer: Tokenizer) -> None:
         server, _ = endless(setup, tokenizer)
-        with httpx.Client(base_url=server.admin_url, headers=ADMIN) as admin:
+        with FakeSupervisor(setup.folder), httpx.Client(base_url=server.admin_url, headers=ADMIN) as admin:
             layout = admin.get("/admin/layout").json()
             assert layout["feasible"] == [{"size": 1, "kvTokens": 1024 * 16}]
             assert layout["device"] == "cuda NVIDIA H200"
             assert (layout["current"], layout["target"], layout["phase"]) == (1, 1, "Stable")
             refused = admin.post("/admin/layout", json={"tensor": 2, "generation": 1})
             assert refused.status_code == 400
-            assert "tensor must be 1, the present size, got 2" in refused.json()["error"]["message"]
+            assert refused.json()["error"]["message"] == (
+                "tensor must be 1, the present size, got 2: this version of Kvern cannot change the layout of a "
+                "running pod on cuda:0 NVIDIA H200."
+            )
             assert admin.post("/admin/layout", json={"tensor": 1, "generation": 5}).json()["generation"] == 5
             old = admin.post("/admin/layout", json={"tensor": 1, "generation": 4})
             assert old.status_code == 409 and "generation 4 is older than 5" in old.json()["error"]["message"]

@@ -1,0 +1,103 @@
+"""How ranks give each other what a plan of moves says: in rounds, by send and receive.
+
+All ranks of a pod meet in a group of their own for the time of a switch, beside the groups of their engines, and make
+the groups of the engines to come. gloo only: on CUDA devices peers would copy over NVLink (not done yet).
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from kvern_engine.parallel.groups import OPERATION_SECONDS, ParallelContext, TensorGroup, meet, open_store
+from kvern_engine.parallel.layout import Layout
+from kvern_engine.parallel.messages import GIVEN_UP
+
+
+class Between(Protocol):
+    """A move from one rank to another."""
+
+    @property
+    def source(self) -> int: ...
+
+    @property
+    def target(self) -> int: ...
+
+
+M = TypeVar("M", bound=Between)
+
+
+def join_pod(layout: Layout, rank: int, rendezvous: str, timeout: float) -> tuple[Any, ParallelContext]:
+    """The group of all ranks of the pod, whose operations fail after `timeout` seconds, and this rank's place in
+    `layout`, which has one stage. `rendezvous`: a file that has not been used before; once there is one of that name
+    with GIVEN_UP behind it, nobody waits any more. Raises RankMissingError."""
+    engine, _, tensor_rank = layout.coordinates(rank)
+    begin = time.monotonic()
+    store = open_store(rendezvous, rank == 0, rank, 0, timeout)
+    given_up = Path(urlsplit(rendezvous).path + GIVEN_UP)
+    meet(store, range(layout.world), rank, engine, rendezvous, begin + timeout, given_up.exists)
+    pod = _gloo(PrefixStore("pod", store), rank, layout.world, timeout)
+    if layout.tensor == 1:
+        return pod, ParallelContext.single(rank, layout)
+    own = _gloo(PrefixStore(f"engine-{engine}", store), tensor_rank, layout.tensor, OPERATION_SECONDS)
+    return pod, ParallelContext(layout, rank, TensorGroup(layout.tensor, tensor_rank, own), group=own)
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """A process group beside torch's default one, of which there can be only one."""
+    backend = dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(backend)
+    gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    group._register_backend(torch.device("cpu"), backend, gloo)
+    return group
+
+
+def exchange(
+    group: Any,
+    rank: int,
+    rounds: Sequence[Sequence[M]],
+    nbytes: Callable[[M], int],
+    pack: Callable[[M], Tensor],
+    unpack: Callable[[M, Tensor], None],
+) -> int:
+    """Sends what this rank is the source of and takes what it is the target of; returns the bytes it has received.
+
+    `pack` gives a move's `nbytes` bytes as a flat uint8 tensor, `unpack` puts them where they belong. All ranks must
+    call this with the same rounds. Raises RuntimeError where a peer is gone or late.
+    """
+    received = 0
+    for number, moves in enumerate(rounds):
+        outgoing: dict[int, list[M]] = defaultdict(list)
+        incoming: dict[int, list[M]] = defaultdict(list)
+        for move in moves:
+            if move.source == rank:
+                outgoing[move.target].append(move)
+            elif move.target == rank:
+                incoming[move.source].append(move)
+        buffers = {peer: torch.empty(sum(map(nbytes, theirs)), dtype=torch.uint8) for peer, theirs in incoming.items()}
+        waiting = [group.recv([buffer], peer, number) for peer, buffer in buffers.items()]
+        sending = {peer: torch.cat([pack(move) for move in ours]) for peer, ours in outgoing.items()}
+        waiting += [group.send([data], peer, number) for peer, data in sending.items()]
+        for work in waiting:
+            work.wait()
+        for peer, theirs in incoming.items():
+            at = 0
+            for move in theirs:
+                unpack(move, buffers[peer][at : at + nbytes(move)])
+                at += nbytes(move)
+            received += at
+    return received
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Its numbers in order as flat uint8, of a copy where it is not contiguous."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8)

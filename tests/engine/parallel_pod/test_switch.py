@@ -1,0 +1,79 @@
+"""A pod whose layout changes while it serves: streams that see a pause and nothing else, and ways back when a part of
+it dies. The same experiment as `benchmarks/switch.py`."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pods import wait_for
+from switch import SwitchPod, make_eight_heads, streams
+
+ENDS = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_eight_heads(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def pod(model: str, tmp_path: Path) -> Iterator[SwitchPod]:
+    made = SwitchPod(model, tmp_path, "--num-gpu-blocks-override", "400", device="cpu")
+    yield made
+    made.pod.stop()
+    assert made.pod.left_over() == []
+
+
+def test_streams_see_a_pause_and_the_same_text(pod: SwitchPod) -> None:
+    undisturbed = streams(pod, 6, 150).finish()
+    assert not undisturbed.errors
+    before = pod.held()
+    running = streams(pod, 6, 150)
+    running.wait_for_tokens(3)
+    for tensor in (2, 4, 2, 1):
+        record = pod.switch(tensor)
+        assert record["outcome"] == "Switched", record
+        assert record["recomputed"] == 0
+    assert running.alive, "the switches were to come while streams run"
+    found = running.finish()
+    assert not found.errors and found.texts == undisturbed.texts
+    again = pod.switch(1)  # idempotent: it is so already
+    assert again["to"] == 1 and pod.layout()["phase"] == "Stable"
+    assert pod.held() == before
+    assert pod.blocks_in_use() == 0
+
+
+def test_who_asks_wrongly_is_told(pod: SwitchPod) -> None:
+    status, body = pod.ask(3, 5)
+    assert status == 400 and body["error"]["code"] == "layout_not_feasible"
+    assert body["error"]["message"] == "tensor must be one of 1, 2, 4 on the 4 devices of this pod, got 3."
+    assert pod.ask(1, 7)[0] == 200
+    status, body = pod.ask(2, 6)
+    assert status == 409 and body["error"]["message"] == "generation 6 is older than 7, which was asked for before."
+    assert pod.ask(2, 8)[0] == 202
+    assert pod.ask(2, 8)[0] in (200, 202)
+    status, body = pod.ask(4, 9)
+    assert status == 409 and body["error"]["code"] == "switch_in_progress"
+    assert wait_for(lambda: pod.layout()["phase"] == "Stable", ENDS)
+    assert pod.layout()["current"] == 2
+
+
+def test_a_killed_rank_takes_its_engine_along_and_nobody_else(pod: SwitchPod) -> None:
+    """Stopped before the switch, so that the others wait for it; killed while they do."""
+    running = streams(pod, 4, 400)
+    running.wait_for_tokens(3)
+    victim = pod.pod.children("worker-3")[0]
+    victim.send_signal(signal.SIGSTOP)
+    assert pod.ask(2, 1)[0] == 202
+    victim.send_signal(signal.SIGKILL)
+    assert wait_for(lambda: pod.layout()["phase"] == "Stable", ENDS)
+    (record, *_) = pod.layout()["last"]
+    assert record["outcome"] == "RolledBack"
+    assert "worker 3 was killed by SIGKILL" in record["reason"]
+    assert (pod.layout()["current"], pod.layout()["engines"]) == (1, 4)
+    found = running.finish()
+    assert len(found.errors) <= 1, "only what engine 3 had is lost"
+    assert all("worker 3" in text for text in found.errors.values())
+    status, body = pod.ask(2, 2)
+    assert status == 400 and "not all of its engines are ready" in body["error"]["message"]
