@@ -17,9 +17,8 @@ from events import CONTROL, FAILURES, MORE_PLANNED, PLANNED
 from kit import Client, Service, eventually
 from streams import Load
 
-# One after the other, in one process. Only what full runs do takes the operator away.
-pytestmark = [pytest.mark.xdist_group("events"), pytest.mark.timeout(1500)]
-if streams.FULL:
+pytestmark = [pytest.mark.timeout(1500)]
+if streams.FULL:  # only what full runs do takes the operator away
     pytestmark.append(pytest.mark.alone)
 
 

@@ -21,29 +21,33 @@ trap 'exit 130' INT TERM
 "$CLUSTER_DIR/cluster.sh" up $([ $# -gt 0 ] || echo --no-engine)
 cd "$ROOT_DIR"
 
-# tests NAME ARGUMENTS...: one run of pytest, in the table of times. No test in it (-k, -m) is no failure.
+# tests NAME ARGUMENTS...: one run of pytest, in the table of times; returns its status. No test in it (-k, -m) is none.
 tests() {
   local name=$1 begin=$EPOCHREALTIME code=0
   shift
   echo "==> $name"
   "$CLUSTER_DIR/cluster.sh" exec "$PYTHON" -m pytest -c e2e/pytest.ini "$@" || code=$?
   [ $code != 5 ] || code=0
-  [ $code = 0 ] || status=$code
   printf '%s\t%s\t%s\n' "$name" "$(seconds_since "$begin")" "$([ $code = 0 ] || echo "FAILED (exit $code)")" >>"$RUN/stages.tsv"
+  return $code
 }
 
 if [ $# -gt 0 ]; then
-  tests "tests" e2e "$@"
+  tests "tests" e2e "$@" || status=$?
 else
-  # What the others stand on comes first, by itself; most spend their time waiting, so that three go on at a time, the
-  # events under load all that time; those that take the operator away or count its writes are alone at the end.
+  # What the others stand on comes first, by itself; most of the rest spend their time waiting, so that two go on at a
+  # time, and events under load beside them; those that take the operator away or count its writes are alone at the end.
   "$CLUSTER_DIR/cluster.sh" load &
   loading=$!
-  tests "tests of cluster and API server" e2e/test_0_*.py e2e/test_7_*.py
+  tests "tests of cluster and API server" e2e/test_0_*.py e2e/test_7_*.py || status=$?
   wait "$loading"
-  tests "tests of first use" e2e/test_1_*.py
-  tests "tests side by side" -n 3 --dist loadgroup -m "not alone" e2e/test_8_*.py e2e/test_[2-6]_*.py e2e/test_9_*.py
-  tests "tests of the operator alone" -m alone e2e/test_[2-9]_*.py
+  tests "tests of first use" e2e/test_1_*.py || status=$?
+  tests "events under load" -m "not alone" e2e/test_8_*.py >"$LOGS/events-under-load.log" 2>&1 &
+  events=$!
+  tests "tests side by side" -n 2 -m "not alone" e2e/test_[2-6]_*.py e2e/test_9_*.py || status=$?
+  wait "$events" || status=$?
+  cat "$LOGS/events-under-load.log"
+  tests "tests of the operator alone" -m alone e2e/test_[2-9]_*.py || status=$?
 fi
 [ $status = 0 ] || "$CLUSTER_DIR/cluster.sh" diagnose || true
 exit $status
