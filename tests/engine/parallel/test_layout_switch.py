@@ -1,0 +1,298 @@
+"""What the supervisor says to workers, cores and API servers in a switch, and on the way back from each of its phases.
+
+Everybody else is played by `Played`: it answers as they do until it is told to fail.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvern_engine.config import EngineConfig
+from kvern_engine.core.handed import Handover, HeldChoice, HeldRequest
+from kvern_engine.core.plan import WorkerReady
+from kvern_engine.ipc import AddRequest, CoreReady
+from kvern_engine.layout_switch import LayoutSwitch
+from kvern_engine.parallel.layout import Layout
+from kvern_engine.parallel.messages import (
+    ChangeLayout,
+    Finish,
+    Go,
+    Handed,
+    Hold,
+    LayoutAnswer,
+    LayoutChanged,
+    LayoutState,
+    MoveKv,
+    Reform,
+    Standing,
+    Switched,
+    SwitchToWorker,
+    TakeOver,
+)
+from kvern_engine.request import SamplingParams
+from kvern_engine.transport import decode_to_core, encode
+
+BLOCKS = 40
+
+
+def worker_ready(rank: int, blocks: int = BLOCKS) -> WorkerReady:
+    return WorkerReady(rank, blocks, 4, 100, 1000, 1000, "cpu", "float32", max_num_seqs=8)
+
+
+def core_ready(engine: int) -> CoreReady:
+    return CoreReady(engine, BLOCKS, 4, 100, {"device": "cpu"}, {1: 640, 2: 640, 4: 640})
+
+
+def handover(engine: int) -> Handover:
+    """One running request with two blocks, one that waits, one idle prefix."""
+    running = AddRequest(f"run{engine}", 0, [1, 2, 3, 4, 5], SamplingParams(max_tokens=20), 1.0)
+    waiting = AddRequest(f"wait{engine}", 0, [1, 2], SamplingParams(max_tokens=20), 2.0)
+    held = [
+        HeldRequest(running, [HeldChoice(0, "running", [6], [7, 3], 5, told=True)], 1.5),
+        HeldRequest(waiting, [HeldChoice(0, "waiting")]),
+    ]
+    return Handover(engine, held, [(bytes([engine]) * 32, 9)], 100)
+
+
+class Socket:
+    def __init__(self, played: "Played", kind: str, index: int) -> None:
+        self._played, self._to, self.closed = played, (kind, index), False
+
+    def send(self, data: bytes, flags: int = 0) -> None:
+        self._played.sent.append((*self._to, data))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Played:
+    """The pod around a switch. `fail(kind, index, message)` returns True where that party does not answer a message,
+    because it has told of a failure by itself."""
+
+    def __init__(self, folder: Path, source: Layout) -> None:
+        self.now, self.sent, self.servers = 0.0, [], []  # type: ignore[var-annotated]
+        self.started: list[int] = []
+        self.ended: list[int] = []
+        self.given_up: dict[int, str] = {}
+        self.layout = source
+        self.sockets: list[Socket] = []
+        self.fail: Callable[[str, int, Any], bool] = lambda kind, index, message: False
+        self.blocks = BLOCKS
+        config = EngineConfig(model="m", data_parallel_size=source.data, tensor_parallel_size=source.tensor)
+        self.switch = LayoutSwitch(self, config, None, str(folder), clock=lambda: self.now)  # type: ignore[arg-type]
+        self.switch._connect = self._connect  # type: ignore[method-assign, assignment]
+        self.switch.engines.update({e: core_ready(e) for e in range(source.data)})
+        self.source = source
+        self.dead: set[tuple[str, int]] = set()
+        self.log: list[tuple[str, int, Any]] = []
+
+    def _connect(self, name: str) -> Socket:
+        kind, _, rest = name.partition("-")
+        self.sockets.append(Socket(self, kind, int(rest.partition(".")[0])))
+        return self.sockets[-1]
+
+    def start_core(self, engine: int, switch: int) -> None:
+        self.started.append(engine)
+        self.sent.append(("start", engine, encode(Standing(switch, engine))))
+
+    def end_core(self, engine: int) -> None:
+        self.ended.append(engine)
+
+    def peers(self, ranks: Sequence[int]) -> list[tuple[int, int | None, str]]:
+        return [(rank, 1000 + rank, "") for rank in ranks]
+
+    def tell_servers(self, message: Any, server: int | None = None) -> None:
+        self.servers.append(message)
+        if isinstance(message, Hold):
+            for engine in range(message.data):
+                self.sent.append(("fenced", engine, encode(Go(message.switch))))
+
+    def adopt(self, layout: Layout, engines: Sequence[CoreReady]) -> None:
+        assert [engine.engine for engine in engines] == list(range(layout.data))
+        self.layout = layout
+
+    def give_up(self, engine: int, reason: str) -> None:
+        self.given_up[engine] = reason
+
+    def run(self, tensor: int) -> None:
+        """Ask, and let everybody answer until nobody has anything to say."""
+        self.switch.read(ChangeLayout(0, 1, tensor, 1))
+        self.answer()
+
+    def answer(self) -> None:
+        decode_worker = msgspec.msgpack.Decoder(SwitchToWorker).decode
+        while self.sent:
+            kind, index, data = self.sent.pop(0)
+            self.now += 0.01
+            if (("core" if kind in ("start", "fenced") else kind), index) in self.dead:
+                continue
+            message = (
+                Standing(1, index)
+                if kind == "start"
+                else Hold(1, index)
+                if kind == "fenced"
+                else decode_worker(data)
+                if kind == "worker"
+                else decode_to_core(data)
+            )
+            self.log.append((kind, index, message))
+            if self.fail(kind, index, message):
+                continue
+            if kind == "start":
+                self.switch.read(Standing(1, index))
+            elif kind == "fenced":
+                self.switch.read(Handed(1, handover(index), worker_ready(index)))
+            elif isinstance(message, Reform):
+                self.switch.read(Switched(1, index, "reform", {"weights": 0.1}, worker_ready(index, self.blocks)))
+            elif isinstance(message, MoveKv):
+                self.switch.read(Switched(1, index, "kv", {"kv": 0.2}))
+            elif isinstance(message, Finish):
+                self.switch.read(Switched(1, index, "finish"))
+            elif isinstance(message, TakeOver):
+                self.switch.core_ready(core_ready(index))
+
+    def said(self, kind: type) -> list[Any]:
+        return [message for message in self.servers if isinstance(message, kind)]
+
+    def told(self, kind: type) -> list[tuple[str, int, Any]]:
+        return [entry for entry in self.log if isinstance(entry[2], kind) and entry[0] in ("core", "worker")]
+
+
+LAYOUTS = [Layout(4, 1), Layout(2, 2), Layout(1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b], ids=lambda layout: str(layout)
+)
+def test_a_switch_from_beginning_to_end(tmp_path: Path, source: Layout, target: Layout) -> None:
+    pod = Played(tmp_path, source)
+    pod.run(target.tensor)
+    assert pod.layout == target and not pod.switch.running
+    assert pod.started == list(range(source.data, target.data))
+    assert pod.ended == list(range(target.data, source.data))
+    assert [message.status for message in pod.said(LayoutAnswer)] == [202]
+    (changed,) = pod.said(LayoutChanged)
+    assert (changed.data, changed.tensor) == (target.data, target.tensor)
+    assert set(changed.engine_of) == {f"{kind}{e}" for kind in ("run", "wait") for e in range(source.data)}
+    orders = {index: order for _, index, order in pod.told(TakeOver)}
+    assert sorted(orders) == list(range(target.data))
+    for engine, order in orders.items():
+        assert [peer[0] for peer in order.peers] == target.ranks_of(engine)
+        assert all(changed.engine_of[request.message.request_id] == engine for request in order.share.requests)
+    assert {index for _, index, _ in pod.told(Go)} == set(range(target.data))
+    assert [finish.keep for _, _, finish in pod.told(Finish)] == [True] * 4
+    state = pod.said(LayoutState)[-1]
+    assert (state.phase, state.tensor, state.target, state.totals) == (
+        "Stable",
+        target.tensor,
+        target.tensor,
+        {"Switched": 1},
+    )
+    (record,) = state.last
+    assert (record.kept, record.recomputed, record.reason) == (source.data, 0, "")
+    assert record.seconds["weights"] == 0.1 and record.seconds["kv"] == 0.2
+    assert all(sock.closed for sock in pod.sockets) and not list(tmp_path.iterdir())
+
+
+def everybody_is_back(pod: Played, reason: str, engines: Sequence[int]) -> None:
+    """The old engines that live go on with what they had, block for block, and the reason is told."""
+    assert pod.layout == pod.source and not pod.switch.running
+    record = pod.said(LayoutState)[-1].last[0]
+    assert (record.outcome, record.reason) == ("RolledBack", reason)
+    taken = {index: order for _, index, order in pod.told(TakeOver) if order.data == pod.source.data}
+    assert sorted(taken) == list(engines)
+    for engine, order in taken.items():
+        assert order.share == handover(engine).unmoved()
+        assert [peer[0] for peer in order.peers] == pod.source.ranks_of(engine)
+    (changed,) = pod.said(LayoutChanged)
+    assert (changed.data, changed.tensor, changed.engine_of) == (pod.source.data, pod.source.tensor, {})
+    assert [ready.engine for ready in changed.engines] == list(engines)
+    assert {index for _, index, _ in pod.told(Go)} == set(engines)
+    assert False in [finish.keep for _, _, finish in pod.told(Finish)]
+    assert pod.ended == list(range(pod.source.data, Layout(1, 1).data if not pod.started else max(pod.started) + 1))
+    assert all(sock.closed for sock in pod.sockets)
+
+
+@pytest.mark.parametrize(("kind", "step"), [(Reform, "reform"), (MoveKv, "kv")])
+def test_a_worker_that_cannot(tmp_path: Path, kind: type, step: str) -> None:
+    pod = Played(tmp_path, Layout(2, 2))
+
+    def fail(_: str, index: int, message: Any) -> bool:
+        if isinstance(message, kind) and index == 2:
+            pod.switch.read(Switched(1, 2, step, error="this machine has too little memory"))
+            return True
+        return False
+
+    pod.fail = fail
+    pod.run(1)
+    everybody_is_back(pod, "worker 2: this machine has too little memory", [0, 1])
+
+
+@pytest.mark.parametrize("kind", [Hold, Reform, MoveKv, TakeOver])
+def test_a_worker_that_dies_in_each_phase(tmp_path: Path, kind: type) -> None:
+    pod = Played(tmp_path, Layout(2, 2))
+
+    def fail(_: str, __: int, message: Any) -> bool:
+        if isinstance(message, kind) and not pod.dead:
+            pod.dead = {("worker", 2), ("worker", 3), ("core", 1)}  # the supervisor ends what is left of the engine
+            pod.switch.lost("worker", 2, "worker 2 was killed by SIGKILL")
+        return False
+
+    pod.fail = fail
+    pod.run(4)
+    everybody_is_back(pod, "worker 2 was killed by SIGKILL", [0])
+
+
+def test_a_worker_that_stops_is_given_up_in_the_end(tmp_path: Path) -> None:
+    pod = Played(tmp_path, Layout(4, 1))
+    pod.dead = {("worker", 3)}
+    pod.run(2)
+    assert pod.switch.running and pod.switch.timeout(1000.0) < 100
+    pod.now += 100
+    pod.switch.tick()
+    pod.answer()
+    assert pod.switch.running, "it has not answered on the way back either"
+    pod.now += 100
+    pod.switch.tick()
+    pod.answer()
+    assert pod.given_up == {3: "worker 3 did not answer after a switch of the layout failed"}
+    assert not pod.switch.running
+    record = pod.said(LayoutState)[-1].last[0]
+    assert record.reason == "Resharding took more than 90 s, waiting for worker 3"
+
+
+def test_a_core_that_does_not_start_disturbs_nobody(tmp_path: Path) -> None:
+    pod = Played(tmp_path, Layout(1, 4))
+
+    def fail(kind: str, index: int, _: Any) -> bool:
+        if kind == "start" and index == 2:
+            pod.switch.lost("core", 2, "engine core 2 exited with status 1")
+        return kind == "start"
+
+    pod.fail = fail
+    pod.run(1)
+    assert not pod.switch.running and not pod.said(Hold) and not pod.said(LayoutChanged)
+    assert pod.ended == [1, 2, 3]
+    assert pod.said(LayoutState)[-1].last[0].reason == "engine core 2 exited with status 1"
+    assert sorted(pod.switch.engines) == [0]
+
+
+def test_requests_that_would_not_fit_any_more(tmp_path: Path) -> None:
+    pod = Played(tmp_path, Layout(2, 2))
+    pod.blocks = 10
+    pod.run(1)
+    everybody_is_back(pod, "an engine of 1 would hold 40 tokens, and requests may have 100", [0, 1])
+
+
+def test_why_a_pod_cannot_switch(tmp_path: Path) -> None:
+    pod = Played(tmp_path, Layout(2, 2))
+    pod.switch.lost("core", 1, "engine core 1 was killed")
+    pod.run(4)
+    (answer,) = pod.said(LayoutAnswer)
+    assert (answer.status, answer.error) == (
+        400,
+        "tensor must be 2, the present size, got 4: not all of its engines are ready.",
+    )
