@@ -131,6 +131,10 @@ class Prober:
         """UID -> what the pod has said last."""
         return {uid: asked.report for uid, asked in self._asked.get(key, {}).items()}
 
+    def untried(self, key: Key) -> bool:
+        """Whether there is a pod of the service that has neither answered nor failed to."""
+        return any(not asked.tried for asked in self._asked.get(key, {}).values())
+
     async def tell(self, key: Key, uid: str, *, draining: bool) -> None:
         """Ask a pod to drain, or not to any more. What came of it shows in `reports`; an error is logged."""
         asked = self._asked.get(key, {}).get(uid)
@@ -171,7 +175,7 @@ class _Asked:
     def __init__(self, prober: Prober, key: Key, target: Target) -> None:
         self.target, self.report = target, Report()
         self._prober, self._key, self._failures = prober, key, 0
-        self._leaving, self._hurried = False, asyncio.Event()
+        self._leaving, self._hurried, self.tried = False, asyncio.Event(), False
         self._task = asyncio.create_task(self._run(), name=f"ask {target.name}")
 
     def hurry(self, leaving: bool) -> None:
@@ -225,6 +229,7 @@ class _Asked:
                 log.debug("%s does not answer: %s", self.target.name, str(error) or "no answer in time")
                 if self._failures >= pace.patience and self.report.in_flight is not None:
                     self._take(replace(self.report, in_flight=None))
+            self.tried = True
             wait = pace.wait(self._prober.pods, leaving=self._leaving, silent=self._failures > 0)
             self._hurried.clear()
             await wait_or_timeout(self._hurried, wait * random.uniform(0.9, 1.1))

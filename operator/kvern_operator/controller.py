@@ -44,6 +44,7 @@ DRY_RUN_AGAIN = (
 # Seconds that pods have to answer before the first pass after a start: no status is to say for a moment that they are
 # silent, and nobody is to be drained for a load that is not known yet.
 FIRST_ANSWERS = 1.0
+LONGEST_FIRST = 30.0  # seconds that a pod's turn may take where thousands are asked at once; then it counts as silent
 
 
 GARBAGE_TIME = 10.0  # seconds that what an earlier service has left may take to go before it is said
@@ -62,6 +63,7 @@ class _Memory:
     overrides_refused: tuple[Refusal, ...] = ()
     refused_at: tuple[int, float] = (-1, 0.0)  # generation, clock
     asked: bool = False  # its pods have been asked since this process leads
+    asked_since: float | None = None  # clock; None: not begun
     dry_run: set[str] = field(default_factory=set)  # digests of objects that the API server would take
     taken_since: float | None = None  # clock
     untold: list[str] = field(default_factory=list)  # notes of what was done that no Event tells yet
@@ -168,11 +170,8 @@ class Controller:
         self, key: Key, service: InferenceService, document: Object, memory: _Memory, now: datetime
     ) -> float | None:
         scene = self._observe(key, service, document, memory)
-        if not memory.asked:
-            memory.asked = True
-            self._prober.watch(key, scene.targets, scene.leaving)
-            if any(p.served and p.in_flight is None for p in scene.observed.pods if p.admin_address):
-                return FIRST_ANSWERS
+        if not memory.asked and not self._heard(key, scene, memory):
+            return FIRST_ANSWERS
         scene = await self._with_room(scene, service)
         plan = reconcile(service, scene.observed, now, self.settings)
         if await self._check(plan, service, memory):
@@ -197,6 +196,16 @@ class Controller:
         if outcome.taken:
             return min(NAME_TAKEN, plan.requeue_after or NAME_TAKEN)
         return plan.requeue_after
+
+    def _heard(self, key: Key, scene: Scene, memory: _Memory) -> bool:
+        """Ask the pods for the first time. Whether all that can be heard of them has been."""
+        now = time.monotonic()
+        began, memory.asked_since = memory.asked_since, memory.asked_since or now
+        self._prober.watch(key, scene.targets, scene.leaving)
+        unheard = any(p.served and p.in_flight is None for p in scene.observed.pods if p.admin_address)
+        waiting = began is None or (self._prober.untried(key) and now - began < LONGEST_FIRST)
+        memory.asked = not (unheard and waiting)
+        return memory.asked
 
     def _observe(self, key: Key, service: InferenceService, document: Object, memory: _Memory) -> Scene:
         if (

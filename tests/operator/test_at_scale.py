@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kubernetes.aio.client.configuration import Configuration
 
 from kvern_operator.admin import Pace, Prober, Target
-from kvern_operator.controller import RefusedError
+from kvern_operator.controller import FIRST_ANSWERS, RefusedError
 from kvern_operator.kube import AGENT, ApiError, KubeClient
 from kvern_operator.mirror import Mirror, pack, trim_child, unpack
 from kvern_operator.verify import ARRIVE, Verifier
@@ -79,6 +79,26 @@ async def test_pods_are_counted_as_they_come_and_go():
     assert prober.pods == 2
     await prober.close()
     assert prober.pods == 0
+
+
+async def test_after_a_start_nothing_is_said_before_every_pod_had_its_turn(bench: Bench, api, monkeypatch):
+    """Thousands are asked at once then: those that wait for their turn are not silent."""
+    bench.create()
+    await bench.work()
+    bench.run_pod("smol-r0-0")
+    bench.run_pod("smol-router-abc")
+    await bench.settle()
+    other = Bench(api)
+    other.prober._limit = asyncio.Semaphore(0)  # nobody's turn comes
+    other.pump()
+    api.requests.clear()
+    for _ in range(3):
+        assert await other.controller.work(KEY) == FIRST_ANSWERS
+        await asyncio.sleep(0.01)
+    assert api.writes() == []
+    monkeypatch.setattr("kvern_operator.controller.LONGEST_FIRST", 0.0)
+    assert await other.controller.work(KEY) != FIRST_ANSWERS
+    await other.close()
 
 
 # ---------------------------------------------------------------- applying at once
