@@ -15,6 +15,7 @@ mass     more, until there are 1,000 services with 5,000 pods    none; how long 
 beside   20 more, one a second, beside those                     as steady
 idle     nothing, for some minutes                               no write but the Lease's; less than 300 MiB
 restart  the operator is killed and started again                less than 300 MiB at its highest; no write
+before   the same with the operator that --before names          as restart
 """
 
 import argparse
@@ -107,15 +108,16 @@ class Run:
         assert self._operator is not None
         return self._operator
 
-    def start_operator(self) -> None:
+    def start_operator(self, source: Path) -> None:
         """Start it; its profile, if there is to be one, goes to a file that is renamed after each phase."""
         profile = self._given.profile / "now" if self._given.profile else None
-        self._operator = planes.start_operator(self._plane, HEALTH_PORT, self._given.operator, profile)
+        self._operator = planes.start_operator(self._plane, HEALTH_PORT, source.absolute(), profile)
 
     @contextlib.asynccontextmanager
     async def phase(self, name: str, *, from_start: bool = False) -> AsyncIterator[Row]:
         """What happens within is measured; the row is told at the end. `from_start`: the operator has just begun."""
         before, began, row = self.operator.usage(), time.time(), dict[str, Any]()
+        passes = 0.0 if from_start else await self._metric("kvern_operator_reconciles_total")
         self.operator.reset_peak()
         if self._given.profile and not from_start:  # it knows no signals yet, and they would be its end
             self.operator.signal(signal.SIGUSR1)
@@ -123,15 +125,26 @@ class Run:
         after = self.operator.usage()
         if self._given.profile:
             await self._keep_profile(name)
+        passes = await self._metric("kvern_operator_reconciles_total") - passes
         told = {
             "w": f"scale_{name}",
             "s": round(time.time() - began, 1),
             **row,
+            "passes": int(passes),
             "operator_cpu_s": round(after.cpu - before.cpu, 2),
             "rss_mib": round(after.rss, 1),
             "rss_peak_mib": round(after.peak, 1),
         }
         self.tell(told)
+
+    async def _metric(self, name: str) -> float:
+        """One of the operator's own; -1 while it does not answer."""
+        self.operator.check()
+        try:
+            async with Api(Access(f"http://127.0.0.1:{HEALTH_PORT}")) as health:
+                return await health.total("/metrics", name)
+        except OSError:
+            return -1.0
 
     async def _keep_profile(self, name: str) -> None:
         now = self._given.profile / "now"
@@ -173,16 +186,16 @@ class Run:
         numbers = sorted({len(service.children) for service in found.values()})
         return {"n": len(found), "children": numbers, "applied_s": figures.summary(seconds)}
 
-    async def settle(self) -> float:
-        """Wait until the operator has written nothing for a while. Returns when its last write was."""
-        deadline = time.monotonic() + LONGEST
-        while time.monotonic() < deadline:
-            since = time.time() - SETTLED
-            if not figures.writes(figures.read_log(self._plane.folder), planes.OPERATOR, since):
-                return since
-            self.operator.check()
-            await asyncio.sleep(2.0)
-        raise RuntimeError(f"the operator still writes after {LONGEST:.0f} s")
+    async def settle(self) -> None:
+        """Wait until the operator has written nothing for a while, by its own counter. Raises RuntimeError."""
+        deadline, written, since = time.monotonic() + LONGEST, -1.0, time.monotonic()
+        while time.monotonic() - since < SETTLED:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the operator still writes after {LONGEST:.0f} s")
+            await asyncio.sleep(1.0)
+            now = await self._metric("kvern_operator_api_writes_total")
+            if now != written:
+                written, since = now, time.monotonic()
 
     # ------------------------------------------------------------ the phases
 
@@ -243,13 +256,13 @@ class Run:
             row |= {"writes": dict(written), "promise": "no write but the Lease's, < 300 MiB"}
             row["kept"] = not written and self.operator.usage().peak < PROMISE_MIB
 
-    async def restart(self) -> None:
-        """kill -9, and another one: it lists everything, waits for the Lease and looks at every service once."""
+    async def restart(self, name: str, source: Path) -> None:
+        """kill -9, and another one: it waits for the Lease, lists everything and looks at every service once."""
         self.operator.signal(signal.SIGKILL)
         killed = time.time()
         await asyncio.sleep(0.5)
-        self.start_operator()
-        async with self.phase("restart", from_start=True) as row:
+        self.start_operator(source)
+        async with self.phase(name, from_start=True) as row:
             passes = await self._passes(self._common.get("services", 0))
             row |= {"first_passes_s": round(passes - killed, 1)}
             await self.settle()
@@ -260,13 +273,10 @@ class Run:
     async def _passes(self, wanted: int) -> float:
         """When the operator had made so many passes, by its own counter."""
         deadline = time.monotonic() + LONGEST
-        async with Api(Access(f"http://127.0.0.1:{HEALTH_PORT}")) as health:
-            while time.monotonic() < deadline:
-                self.operator.check()
-                with contextlib.suppress(OSError):
-                    if await health.total("/metrics", "kvern_operator_reconciles_total") >= wanted:
-                        return time.time()
-                await asyncio.sleep(0.5)
+        while time.monotonic() < deadline:
+            if await self._metric("kvern_operator_reconciles_total") >= wanted:
+                return time.time()
+            await asyncio.sleep(0.5)
         raise RuntimeError(f"fewer than {wanted} passes after {LONGEST:.0f} s")
 
     async def all(self) -> None:
@@ -275,7 +285,7 @@ class Run:
         async with Api(self._plane.admin) as api:
             if self._plane.name == "kwok":
                 await planes.install(api)
-            self.start_operator()
+            self.start_operator(given.operator)
             await self._leads()
             ready = Readiness(api)
             watched = asyncio.create_task(ready.run(), name="watch services")
@@ -290,20 +300,19 @@ class Run:
                     await self.settle()
                     await self.steadily(api, ready, watched, "beside", 20)
                 await self.idle(given.idle)
-                await self.restart()
+                await self.restart("restart", given.operator)
+                if given.before:
+                    await self.restart("before", given.before)
             finally:
                 watched.cancel()
                 await asyncio.gather(watched, return_exceptions=True)
 
     async def _leads(self) -> None:
         deadline = time.monotonic() + 60
-        async with Api(Access(f"http://127.0.0.1:{HEALTH_PORT}")) as health:
-            while time.monotonic() < deadline:
-                self.operator.check()
-                with contextlib.suppress(OSError):
-                    if await health.total("/metrics", "kvern_operator_leader") == 1:
-                        return
-                await asyncio.sleep(0.2)
+        while time.monotonic() < deadline:
+            if await self._metric("kvern_operator_leader") == 1:
+                return
+            await asyncio.sleep(0.2)
         raise RuntimeError("the operator does not lead after 60 s")
 
     def stop(self) -> None:
@@ -327,6 +336,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pods", type=int, default=5000, metavar="N", help="in the end")
     parser.add_argument("--idle", type=float, default=180.0, metavar="SECONDS")
     parser.add_argument("--operator", type=Path, default=planes.ROOT / "operator", metavar="FOLDER", help="its source")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="another version's, to be restarted as well")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append the lines to it")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="stacks of the operator's processor time")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where logs stay; else in a folder that is deleted")
