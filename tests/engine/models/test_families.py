@@ -81,10 +81,18 @@ def pieces(scenario: Scenario) -> list[tuple[list[int], int, np.ndarray]]:
     return found
 
 
+def windowed_everywhere(config: Any) -> bool:
+    """All layers have a window: blocks behind it are given back, so that a pool for some of the requests of other
+    models may do for all of them here, and little of a prefix is left to share."""
+    everywhere = "full_attention" not in (getattr(config, "layer_types", None) or ())
+    return everywhere and getattr(config, "sliding_window", None) is not None
+
+
 def test_logits_equal_transformers(made: Made) -> None:
     scenario = made.scenario
-    assert scenario.preemptions > 0, "too many blocks: nothing was preempted"
-    assert scenario.cached_tokens >= 32, "no prefix was shared"
+    windowed = windowed_everywhere(made.reference.config)
+    assert scenario.preemptions > 0 or windowed, "too many blocks: nothing was preempted"
+    assert scenario.cached_tokens >= (1 if windowed else 32), "no prefix was shared"
     assert any(plan.copies for plan in scenario.plans), "no block was copied for a fork"
     assert any(1 < count < 40 for plan in scenario.plans for count in plan.counts)
     computed = pieces(scenario)
