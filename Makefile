@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 WHEELS := $(wildcard ../shared/wheels)
 PIP := $(if $(WHEELS),PIP_FIND_LINKS=$(WHEELS)) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint types layers unit docs format generate clean cluster cluster-down e2e e2e-full
+.PHONY: help demo test lint types layers unit docs simulate format generate clean cluster cluster-down e2e e2e-full
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -61,6 +61,10 @@ e2e: $(VENV)/.installed-test  ## the end-to-end tests: cluster, images, tests, a
 
 e2e-full: $(VENV)/.installed-test  ## those that take long too: five idle minutes, chaos, scale, soak
 	@KVERN_E2E_FULL=1 e2e/cluster/run.sh
+
+simulate: $(VENV)/.installed  ## simulate the autoscaler against its baselines: table and plots into docs/simulation/
+	@$(PIP) -e '.[operator,engine,simulate]'
+	@$(BIN)/python -m kvern_simulator --out docs/simulation
 
 docs: $(VENV)/.installed-test  ## build the documentation into build/site, links checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "file://$(CURDIR)/build/site/index.html"

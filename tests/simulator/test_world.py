@@ -1,0 +1,98 @@
+"""The simulated cluster around the real decisions."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvern_engine.worker.sim_profile import load_profile
+from kvern_operator.autoscale.signals import Scrape
+from kvern_simulator.compare import best_static, compare, reversals, run, score, table
+from kvern_simulator.controllers import Hpa, Kvern, Static
+from kvern_simulator.fluid import Request
+from kvern_simulator.traces import Trace, Trouble, all_traces
+from kvern_simulator.world import Held, Seen, Setting
+
+SETTING = Setting(load_profile("h200-llama3-8b"), replicas=1)
+
+
+def trace(rate: float, seconds: float = 600.0, trouble: tuple[Trouble, ...] = (), begin: float = 0.0) -> Trace:
+    requests = tuple(Request(begin + i / rate, 4000, 250) for i in range(int((seconds - begin) * rate)))
+    return Trace("made", seconds, requests, 60.0, trouble)
+
+
+def test_one_replica_that_is_enough_keeps_every_slo_and_costs_its_time():
+    result = run(trace(2.0), SETTING, "one", Static(1))
+    assert (result.attainment, result.requests) == (1.0, 1200)
+    assert result.gpu_seconds == pytest.approx(600.0, abs=2.0)
+
+
+def test_kvern_adds_what_is_missing_and_twice_gives_the_same():
+    heavy = trace(9.0)
+    first, second = (run(heavy, SETTING, "Kvern", Kvern(SETTING, 60.0)) for _ in range(2))
+    assert first.moves == second.moves
+    assert first.moves[0][0] <= 30.0
+    assert first.curve[-1][1] >= 2
+    assert first.attainment > run(heavy, SETTING, "one", Static(1)).attainment
+    assert reversals(first) == 0
+
+
+def test_pods_that_find_no_gpu_are_given_up_and_come_when_there_is_one():
+    short = trace(9.0, 900.0, (Trouble(0.0, 500.0, gpus=1),))
+    result = run(short, SETTING, "Kvern", Kvern(SETTING, 60.0))
+    assert any(after < before and at < 500 for at, before, after in result.moves)
+    assert max(ready for _, _, ready, _ in result.curve) >= 2
+
+
+def test_lost_metrics_move_nothing():
+    blind = trace(2.0, 900.0, (Trouble(0.0, 900.0, lost=1.0),))
+    setting = replace(SETTING, replicas=3)
+    assert run(blind, setting, "Kvern", Kvern(setting, 60.0)).changes == 0
+
+
+def seen(values: list[float], current: int, now: float = 0.0, **more: float) -> Seen:
+    scrapes = {f"p{i}": Scrape(f"p{i}", now, 100.0, 100.0 * v, 1.0, v) for i, v in enumerate(values)}
+    pods = tuple(_Pod() for _ in range(current))
+    return Seen(now, current, pods, scrapes, Held(), 1, ((1, 100),), None, 0.0)  # type: ignore[arg-type]
+
+
+class _Pod:
+    def ready(self, now: float) -> bool:
+        return True
+
+
+def test_an_hpa_does_what_kubernetes_documents():
+    hpa = Hpa(SETTING, "kv", 0.5)
+    assert hpa.decide(seen([0.52, 0.5], 2)).replicas == 2  # within the tolerance of 10 %
+    assert hpa.decide(seen([0.9, 0.9], 2, 15.0)).replicas == 4  # ceil(2 x 1.8)
+    assert hpa.decide(seen([0.1] * 4, 4, 30.0)).replicas == 4  # 300 s of less have not passed
+    assert hpa.decide(seen([0.1] * 4, 4, 331.0)).replicas == 1
+    assert Hpa(SETTING, "kv", 0.5).decide(seen([0.9], 2)).replicas == 2  # the silent one counts as empty on the way up
+    assert Hpa(SETTING, "queue", 1.0).decide(seen([9.0], 1)).replicas == 5  # at most four more at a time
+
+
+def test_the_comparison_is_whole_and_its_table_adds_up():
+    traces = [replace(trace(3.0, 300.0), name="a", training=True), replace(trace(7.0, 300.0), name="b")]
+    found = compare(SETTING, traces, lambda text: None)
+    assert [n.split()[0] for n in found] == ["Kvern", "HPA", "HPA", "static"]
+    text = table(found, traces)
+    assert "| b (held out) |" in text
+    whole = score("", found["Kvern"], traces)
+    assert f"**{whole.attainment:.2%}, {whole.gpu_hours:.2f} h**" in text.splitlines()[-1]
+    assert best_static(traces[0], SETTING, 0.9, 0).gpu_seconds == pytest.approx(300.0, abs=2.0)
+
+
+def test_half_of_the_traces_are_held_out():
+    traces = all_traces(0.05)
+    assert sum(t.training for t in traces) * 2 == len(traces)
+    assert len({t.name for t in traces}) == len(traces)
+    assert all(a.arrival <= b.arrival for t in traces for a, b in zip(t.requests, t.requests[1:], strict=False))
+
+
+def test_plots_hold_every_controller(tmp_path):
+    pytest.importorskip("matplotlib")
+    from kvern_simulator.plots import draw
+
+    made = replace(trace(2.0, 120.0), name="short")
+    found = {"one": [run(made, SETTING, "one", Static(1))], "two": [run(made, SETTING, "two", Static(2))]}
+    for path in draw(found, [made], tmp_path):
+        assert path.read_text().count("<path") > 10
