@@ -39,11 +39,12 @@ from kvern_engine.parallel.messages import (
 )
 from kvern_engine.parallel.switching import Party, Phase, Switch, judge
 from kvern_engine.transport import connect, core_in, encode, worker_in
-from kvern_engine.worker_client import merge_ready
+from kvern_engine.worker_client import SILENCE_SECONDS, is_stopped, merge_ready
 
 log = logging.getLogger(__name__)
 
 KEPT_RECORDS = 16
+LOOK_SECONDS = 0.5  # how often it is looked who has been stopped: meanwhile no core watches its workers
 RANK_SECONDS = 20.0  # how long ranks wait for each other: less than a phase, so that they say who is missing
 _PHASES_OF_STEPS = {"reform": Phase.RESHARDING, "kv": Phase.MOVING, "finish": Phase.ROLLING_BACK}
 
@@ -68,6 +69,9 @@ class Pod(Protocol):
 
     def give_up(self, engine: int, reason: str) -> None:
         """An engine that does not answer any more."""
+
+    def processes(self) -> list[tuple[str, int, int]]:
+        """(kind, index, pid) of the workers and cores that live."""
 
 
 class LayoutSwitch:
@@ -96,6 +100,7 @@ class LayoutSwitch:
         self._taken_over: dict[int, CoreReady] = {}
         self._placement: Placement | None = None
         self._details: dict[str, float] = {}
+        self._stopped: dict[tuple[str, int], float] = {}  # (kind, index) -> since when
 
     # ------------------------------------------------------------ what comes
 
@@ -105,7 +110,9 @@ class LayoutSwitch:
 
     def timeout(self, otherwise: float) -> float:
         """Seconds until `tick` has something to do."""
-        return otherwise if self._run is None else max(0.0, min(otherwise, self._run.deadline - self._clock()))
+        if self._run is None:
+            return otherwise
+        return max(0.0, min(otherwise, LOOK_SECONDS, self._run.deadline - self._clock()))
 
     def obstacle(self) -> str | None:
         """Why this pod cannot change its layout at all, for people; None where it can."""
@@ -149,6 +156,7 @@ class LayoutSwitch:
         now = self._clock()
         run = self._run = Switch(self._number, self.layout, target, message.generation, now)
         self._handovers, self._ready, self._taken_over, self._placement, self._details = {}, {}, {}, None, {}
+        self._stopped = {}
         for rank in range(target.world):
             self._sockets[f"worker {rank}"] = self._connect(worker_in(rank))
         for engine in range(max(self.layout.data, target.data)):
@@ -205,12 +213,26 @@ class LayoutSwitch:
             self._act(self._run.lost(Party(kind, index), reason, self._clock()))
 
     def tick(self) -> None:
-        """Look at the clock."""
+        """Look at the clock, and at who has been stopped."""
+        if self._run is not None:
+            self._look(self._clock())
         if self._run is not None:
             phase, late = self._run.expired(self._clock())
             for party in sorted(late, key=str):
                 self._pod.give_up(self._engine_of(party), f"{party} did not answer after a switch of the layout failed")
             self._act(phase)
+
+    def _look(self, now: float) -> None:
+        """A process that is stopped would hold up everybody until its phase is over: it is given up as soon as a core
+        would give it up."""
+        for kind, index, pid in self._pod.processes():
+            if not is_stopped(pid):
+                self._stopped.pop((kind, index), None)
+            elif now - self._stopped.setdefault((kind, index), now) >= SILENCE_SECONDS:
+                party = Party(kind, index)
+                reason = f"{party} is stopped (SIGSTOP), no sign of life for {SILENCE_SECONDS:g} s"
+                self._pod.give_up(self._engine_of(party), reason)
+                self.lost(kind, index, reason)
 
     def _engine_of(self, party: Party) -> int:
         return self.layout.coordinates(party.index)[0] if party.kind == "worker" else party.index

@@ -464,5 +464,13 @@ class Supervisor:
         """An engine that does not answer any more."""
         self._engine_died(engine, reason)
 
+    def processes(self) -> list[tuple[str, int, int]]:
+        """(kind, index, pid) of the workers and cores that live and are to."""
+        return [
+            (child.kind, child.index, child.pid)
+            for child in self._children
+            if child.kind != "server" and child.status is None and child not in self._ending
+        ]
+
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason

@@ -147,7 +147,7 @@ class _Link:
         now = time.monotonic()
         if now - self._looked >= _STATE_SECONDS:
             self._looked = now
-            if not _is_stopped(self._pid):
+            if not is_stopped(self._pid):
                 self._stopped_since = None
             elif self._stopped_since is None:
                 self._stopped_since = now
@@ -195,7 +195,8 @@ def _second_hand(words: str) -> bool:
     return any(sign in words.lower() for sign in _SECOND_HAND)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP) or traced; it then answers nobody and sees no SIGTERM."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:

@@ -30,13 +30,17 @@ class Next(Protocol):
 
 def reformed(worker: Any, ready: WorkerReady, message: Reform) -> Next:
     """Raises ValueError, RankMissingError or RuntimeError where that cannot be; the worker goes on as it was."""
+    return _kind(worker)(worker, ready, message)
+
+
+def _kind(worker: Any) -> Callable[[Any, WorkerReady, Reform], Next]:
     if worker.config.device == "sim":
         from kvern_engine.worker.sim_switch import SimReformed
 
-        return SimReformed(worker, ready, message)
+        return SimReformed
     from kvern_engine.worker.reform import Reformed
 
-    return Reformed(worker, ready, message)
+    return Reformed
 
 
 class Switching:
@@ -44,6 +48,7 @@ class Switching:
 
     def __init__(self, worker: Any, ready: WorkerReady, tell: Callable[[Switched], None]) -> None:
         self.worker, self.ready, self._tell = worker, ready, tell
+        _kind(worker)  # what a switch needs is imported now, not in the pause
         self._before: tuple[Any, WorkerReady] | None = None
         self._next: Next | None = None
 

@@ -3,6 +3,10 @@
 Everybody else is played by `Played`: it answers as they do until it is told to fail.
 """
 
+import os
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +92,7 @@ class Played:
         self.source = source
         self.dead: set[tuple[str, int]] = set()
         self.log: list[tuple[str, int, Any]] = []
+        self.living: list[tuple[str, int, int]] = []
 
     def _connect(self, name: str) -> Socket:
         kind, _, rest = name.partition("-")
@@ -113,6 +118,9 @@ class Played:
     def adopt(self, layout: Layout, engines: Sequence[CoreReady]) -> None:
         assert [engine.engine for engine in engines] == list(range(layout.data))
         self.layout = layout
+
+    def processes(self) -> list[tuple[str, int, int]]:
+        return self.living
 
     def give_up(self, engine: int, reason: str) -> None:
         self.given_up[engine] = reason
@@ -212,7 +220,7 @@ def everybody_is_back(pod: Played, reason: str, engines: Sequence[int]) -> None:
     assert [ready.engine for ready in changed.engines] == list(engines)
     assert {index for _, index, _ in pod.told(Go)} == set(engines)
     assert False in [finish.keep for _, _, finish in pod.told(Finish)]
-    assert pod.ended == list(range(pod.source.data, Layout(1, 1).data if not pod.started else max(pod.started) + 1))
+    assert pod.ended == pod.started
     assert all(sock.closed for sock in pod.sockets)
 
 
@@ -262,6 +270,30 @@ def test_a_worker_that_stops_is_given_up_in_the_end(tmp_path: Path) -> None:
     assert not pod.switch.running
     record = pod.said(LayoutState)[-1].last[0]
     assert record.reason == "Resharding took more than 90 s, waiting for worker 3"
+
+
+def test_a_process_that_is_stopped_is_given_up_sooner(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "100"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        try:
+            pod = Played(tmp_path, Layout(4, 1))
+            pod.living = [("worker", 3, process.pid), ("worker", 1, os.getpid())]
+            pod.dead = {("worker", 3)}
+            pod.run(2)
+            for _ in range(2):
+                pod.now += 2.0
+                pod.switch.tick()
+                assert pod.switch.running and not pod.given_up
+                time.sleep(0.05)  # until the system says so
+            pod.now += 2.0
+            pod.dead = {("worker", 3), ("core", 3)}
+            pod.switch.tick()
+            pod.answer()
+        finally:
+            process.kill()
+    reason = "worker 3 is stopped (SIGSTOP), no sign of life for 2.5 s"
+    assert pod.given_up == {3: reason}
+    everybody_is_back(pod, reason, [0, 1, 2])
 
 
 def test_a_core_that_does_not_start_disturbs_nobody(tmp_path: Path) -> None:

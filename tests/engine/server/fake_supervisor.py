@@ -62,5 +62,8 @@ class FakeSupervisor:
     def adopt(self, layout: Layout, engines: Sequence[CoreReady]) -> None:
         raise AssertionError("nothing is to be switched here")
 
+    def processes(self) -> list[tuple[str, int, int]]:
+        return []
+
     def give_up(self, engine: int, reason: str) -> None:
         raise AssertionError("nothing is to be switched here")
