@@ -223,7 +223,19 @@ class World:
             await asyncio.gather(self._task, return_exceptions=True)
         for server in self._servers.values():
             server.close()
+        with contextlib.suppress(ApiError):
+            await self._clear()
         await self.client.close()
+
+    async def _clear(self) -> None:
+        """What pods request on the one node would be missing there in the next test."""
+        space = f"namespaces/{self.namespace}"
+        for kind in ("kvern.dev/v1alpha1/{}/inferenceservices", "apps/v1/{}/statefulsets", "apps/v1/{}/deployments"):
+            await self.client.request("DELETE", f"/apis/{kind.format(space)}", body={})
+        deadline = time.monotonic() + 30
+        while await self.items("/api/v1/{ns}/pods") and time.monotonic() < deadline:
+            await self.client.request("DELETE", f"/api/v1/{space}/pods", body={"gracePeriodSeconds": 0})
+            await asyncio.sleep(0.2)
 
     def operator(self, name: str = "op-1", source: Path | None = None) -> OperatorProcess:
         operator = OperatorProcess(self.plane, f"{self.namespace}-{name}", source)

@@ -46,12 +46,14 @@ class FakeApi:
     _watchers: list[tuple[str, str, asyncio.Queue]] = field(default_factory=list)
     _runner: web.AppRunner | None = None
     _loop: asyncio.AbstractEventLoop | None = None
+    _thread: threading.Thread | None = None
 
     # ------------------------------------------------------------ life
 
     async def start(self) -> "FakeApi":
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="fake API server", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fake API server", daemon=True)
+        self._thread.start()
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._listen(), self._loop))
         return self
 
@@ -66,8 +68,19 @@ class FakeApi:
 
     async def stop(self) -> None:
         self._send(None)
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop))
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._end(), self._loop))
         self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join, 10)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _end(self) -> None:
+        await self._runner.cleanup()
+        # Watches that were hushed, or whose client has gone without a word, wait for an event that does not come.
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
 
     def _send(self, event: dict | None, plural: str = "", namespace: str = "") -> None:
         for of, within, queue in list(self._watchers):

@@ -1,11 +1,13 @@
 """The operator as a process against a real API server: killed, frozen, doubled, cut off, set back in time, upgraded.
 
 What a fake API server might have got wrong: conflicts, preconditions, watches, garbage collection, terminating pods.
+Some minutes: with KVERN_TEST_FULL=1, where `e2e/cluster/offline/binaries.sh control` has been run.
 """
 
 import asyncio
 import itertools
 import json
+import os
 import random
 import shutil
 import signal
@@ -22,6 +24,7 @@ MISSING = [n for n in ("etcd", "kube-apiserver", "kube-controller-manager") if n
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(400),
+    pytest.mark.skipif(os.environ.get("KVERN_TEST_FULL") != "1", reason="takes minutes: KVERN_TEST_FULL=1"),
     pytest.mark.skipif(
         bool(MISSING), reason=f"{', '.join(MISSING)} not in {TOOLS}: e2e/cluster/offline/binaries.sh control"
     ),

@@ -2,6 +2,7 @@
 that is killed between two writes, or that is two for a moment."""
 
 import json
+import os
 from dataclasses import replace
 from datetime import timedelta
 
@@ -268,6 +269,7 @@ def test_without_a_status_nothing_goes_before_one_is_written_from_what_there_is(
 
 # ---------------------------------------------------------------- histories
 
+FULL = os.environ.get("KVERN_TEST_FULL") == "1"
 STRATEGIES = ["Auto", "Surge", "DrainSwap", "Recreate"]
 GPUS = 4
 specs = st.builds(
@@ -375,7 +377,7 @@ class Story:
         assert ready[0] == "True" or ready[1] == "ScaledToZero"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=2000 if FULL else 60, deadline=None)
 @given(specs, st.integers(GPUS - 1, GPUS + 2), st.booleans(), events)
 def test_any_history_keeps_the_promises_and_ends_well(first, gpus, sees_nodes, history):
     story = Story(first, gpus, sees_nodes)
@@ -384,7 +386,7 @@ def test_any_history_keeps_the_promises_and_ends_well(first, gpus, sees_nodes, h
     story.ends_well()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=500 if FULL else 25, deadline=None)
 @given(specs, st.integers(0, 10), events)
 def test_a_second_leader_with_an_old_view_does_no_lasting_harm(first, at, history):
     story, seen = Story(first, GPUS, True), None
