@@ -26,7 +26,7 @@ JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 AGENT = f"kvern-operator/{__version__}"
-AT_ONCE = 32  # requests under way; more of them wait here rather than in connections of their own
+AT_ONCE = 32  # writes and searches under way; more of them wait here, and nothing else waits for them
 
 PLURALS = {
     "Secret": "secrets",
@@ -83,11 +83,8 @@ async def load_configuration() -> Configuration:
     return configuration
 
 
-def open_session(
-    configuration: Configuration, traces: Iterable[aiohttp.TraceConfig] = (), limit: int = 0
-) -> aiohttp.ClientSession:
-    """A session with the configuration's TLS and its token, asked for anew at each request: tokens expire. `limit` of
-    connections; 0: none."""
+def open_session(configuration: Configuration, traces: Iterable[aiohttp.TraceConfig] = ()) -> aiohttp.ClientSession:
+    """A session with the configuration's TLS and its token, asked for anew at each request: tokens expire."""
 
     async def authorize(request: aiohttp.ClientRequest, handler: ClientHandlerType) -> aiohttp.ClientResponse:
         token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
@@ -97,7 +94,7 @@ def open_session(
 
     tls = RESTClientObject(configuration).ssl_context
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=limit, ssl=tls),
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls),
         middlewares=(authorize,),
         trace_configs=list(traces),
         trust_env=False,
@@ -120,6 +117,7 @@ class KubeClient:
     def __init__(self, configuration: Configuration) -> None:
         self.configuration = configuration
         self._session: aiohttp.ClientSession | None = None
+        self._turns = asyncio.Semaphore(AT_ONCE)  # never of the Lease: a slow API server is not to cost it
         self.may_write: Callable[[], bool] = lambda: True
         self.wrote: Callable[[str, str], None] = lambda verb, path: None
 
@@ -141,7 +139,7 @@ class KubeClient:
     ) -> Any:
         """The JSON of an answer. Raises ApiError, also (status 0) where none came within `timeout` seconds."""
         if self._session is None:
-            self._session = open_session(self.configuration, limit=AT_ONCE)
+            self._session = open_session(self.configuration)
         url = URL(f"{self.configuration.host}{path}{f'?{urlencode(query)}' if query else ''}", encoded=True)
         headers = {"Accept": accept, "Content-Type": content_type, "User-Agent": AGENT}
         sent = None if body is None else json.dumps(body)
@@ -162,9 +160,10 @@ class KubeClient:
             raise ApiError(0, f"the API server's answer is not JSON: {text[:200]}") from None
 
     async def _write(self, method: str, path: str, **arguments: Any) -> Any:
-        if not self.may_write():
-            raise NotLeadingError(f"{method} {path} is held back: the lease has run out")
-        answer = await self.request(method, path, **arguments)
+        async with self._turns:
+            if not self.may_write():  # when its turn has come, not before
+                raise NotLeadingError(f"{method} {path} is held back: the lease has run out")
+            answer = await self.request(method, path, **arguments)
         self.wrote(method, path)
         return answer
 
@@ -183,7 +182,8 @@ class KubeClient:
     async def find(self, kind: str, namespace: str, name: str) -> Object | None:
         """One child, whoever made it; None where there is none. Needs no right but to list."""
         path = path_of(kind, namespace, name).rpartition("/")[0]
-        found = await self.request("GET", path, query={"fieldSelector": f"metadata.name={name}"})
+        async with self._turns:
+            found = await self.request("GET", path, query={"fieldSelector": f"metadata.name={name}"})
         return next(iter(found.get("items") or ()), None)
 
     async def create(self, obj: Object, kind_path: str) -> None:

@@ -12,7 +12,7 @@ from kubernetes.aio.client.configuration import Configuration
 
 from kvern_operator.admin import Pace, Prober, Target
 from kvern_operator.controller import FIRST_ANSWERS, RefusedError
-from kvern_operator.kube import AGENT, ApiError, KubeClient
+from kvern_operator.kube import AGENT, AT_ONCE, ApiError, KubeClient, NotLeadingError
 from kvern_operator.mirror import Mirror, pack, trim_child, unpack
 from kvern_operator.verify import ARRIVE, Verifier
 
@@ -170,6 +170,32 @@ async def test_what_arrives_late_is_waited_for_without_listing_again(bench: Benc
         await waiting
     lists = [p for m, p in api.requests if p.endswith("/services")]
     assert len(lists) <= 2, api.requests
+
+
+async def test_the_lease_never_waits_for_writes_and_those_that_waited_are_fenced(api):
+    """An API server that is slow for everything: more writes wait than may be under way at a time."""
+    client, hold, leading = KubeClient(Configuration(host=api.url)), asyncio.Event(), True
+    client.may_write = lambda: leading
+    request, asked = client.request, []
+
+    async def slow(method, where, **arguments):
+        asked.append(where)
+        if "leases" not in where:
+            await hold.wait()
+            return {}
+        return await request(method, where, **arguments)
+
+    client.request = slow  # type: ignore[method-assign]
+    writes = [asyncio.create_task(client.create({}, f"/api/v1/things/{i}")) for i in range(AT_ONCE + 3)]
+    await asyncio.sleep(0.05)
+    assert len(asked) == AT_ONCE
+    with pytest.raises(ApiError):
+        await client.request("GET", "/apis/coordination.k8s.io/v1/namespaces/x/leases/none")
+    leading = False
+    hold.set()
+    ends = await asyncio.gather(*writes, return_exceptions=True)
+    assert [type(end) for end in ends[-3:]] == [NotLeadingError] * 3 and ends[:AT_ONCE] == [None] * AT_ONCE
+    await client.close()
 
 
 async def test_requests_say_who_asks_with_the_token_of_the_moment():
