@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from kvern_operator.autoscale.terms import Full, Held, Limits, Line, Load, Step, Traffic
 
+FULL_SHARE = 0.85  # of what a saturated replica computes: beyond it prompts queue for longer than they take
 SLO_SHARE = 0.8  # of the largest batch that keeps the ITL: what a replica is planned for
 _UNKNOWN = Traffic(input_tokens=512.0, output_tokens=256.0)  # before any request has ended
 _ALIKE = 1.25  # what was seen while saturated holds for requests of about the same length
@@ -55,13 +56,13 @@ def capacity(limits: Limits, kv_tokens: float, step: Step, traffic: Traffic, ful
 
 
 def full_rate(full: Sequence[Full], traffic: Traffic) -> float | None:
-    """Requests a second that a replica is planned for: 80 % of what one computed while requests waited for it. Prompts
+    """Requests a second that a replica is planned for: 85 % of what one computed while requests waited for it. Prompts
     fill the device long before they fill its memory, and an engine that keeps its ITL lets the queue tell. None: too
     little has been seen."""
     seen = [f.speed for f in _alike(full, traffic) if f.speed > 0]
     if len(seen) < _SEEN:
         return None
-    return SLO_SHARE * sum(seen) / len(seen) / traffic.computed_tokens
+    return FULL_SHARE * sum(seen) / len(seen) / traffic.computed_tokens
 
 
 def ahead(rates: Sequence[tuple[float, float]], lead: float, recent: float = 0.0) -> float:

@@ -10,6 +10,7 @@ What is not known holds: missing or stale metrics never remove a replica.
 from dataclasses import dataclass, replace
 
 from kvern_operator.autoscale.capacity import (
+    FULL_SHARE,
     ahead,
     best_batch,
     capacity,
@@ -33,6 +34,7 @@ from kvern_operator.autoscale.terms import (
     View,
 )
 
+RATE_SPARE = 0.4  # part of that for requests a second: the window's highest count holds the noise already
 SPARE = 0.85  # load over capacity that is still too much for one replica less
 SLO_SPARE = 0.8  # of the SLO that latency may take with one replica less
 PANIC_FACTOR = 2.0  # demand of the last seconds over that of the last minute
@@ -41,6 +43,7 @@ SETTLE = 30.0  # seconds between two removals: the first one's effect is to be s
 QUEUE_SETTLE, TTFT_SETTLE = 30.0, 60.0  # seconds since the last replica came (TTFT is one of the last minute)
 RATES_KEPT = 120.0  # seconds over which a rise is measured
 BACKLOG_SECONDS = 30.0  # in which a queue is to be worked off
+PREFILL_SPARE = 0.7  # of that, with one replica less
 PREFILLS = 0.8  # prompts that an engine computes at a time on average, above which the next ones wait
 WAITS = 0.5  # requests a replica: below it a TTFT is one of the past
 SAMPLES = 2  # in a row, before a queue or a TTFT counts
@@ -195,7 +198,7 @@ def _sizing(limits: Limits, view: View, facts: _Facts, factor: float = 1.0) -> l
     if amount > 0:
         words = f"demand of {_tokens(amount)} tokens / {_tokens(facts.cap)} a replica = {amount / facts.cap:.2f}"
         terms.append(Term("kv", facts.silent + replicas_for(amount, facts.cap), words))
-    rate = facts.traffic.rate * factor
+    rate = facts.traffic.rate * (1 + (factor - 1) * RATE_SPARE)
     if limits.itl_slo is not None and facts.line is not None and rate > 0 and _reachable(limits, facts.line):
         each = replica_rate(limits.itl_slo, facts.line, facts.kv_tokens, view.step, facts.traffic)
         batch = best_batch(limits.itl_slo, facts.line, facts.kv_tokens, view.step, facts.traffic)
@@ -206,14 +209,22 @@ def _sizing(limits: Limits, view: View, facts: _Facts, factor: float = 1.0) -> l
         terms.append(Term("slo", facts.silent + replicas_for(rate, each), words))
     served = full_rate(facts.full, facts.traffic)
     if served is not None and rate > 0:
-        backlog = sum(load.waiting for load in facts.loads) / BACKLOG_SECONDS
-        total = max(rate, facts.ahead * factor) + backlog
+        backlog = _backlog(view, facts, served) / BACKLOG_SECONDS
+        total = max(rate, facts.ahead) + backlog
         words = (
             f"{total:.2f} requests/s ({rate:.2f} come, {facts.ahead:.2f} expected, {backlog:.2f} for the queue) / "
-            f"{served:.2f} a replica (80 % of what one served while requests waited) = {total / served:.2f}"
+            f"{served:.2f} a replica (85 % of what one served while requests waited) = {total / served:.2f}"
         )
         terms.append(Term("rate", facts.silent + replicas_for(total, served), words))
     return terms
+
+
+def _backlog(view: View, facts: _Facts, served: float) -> float:
+    """Requests that wait, and those that will before a replica that starts now, or loads already, is ready."""
+    coming = [r.since for r in view.replicas if not r.ready and r.since <= view.start_seconds]
+    until = view.start_seconds - max(coming, default=0.0)
+    short = facts.ahead - served / FULL_SHARE * len(facts.loads)
+    return sum(load.waiting for load in facts.loads) + max(short, 0.0) * until
 
 
 def _reachable(limits: Limits, line: Line) -> bool:
@@ -241,9 +252,8 @@ def _terms(limits: Limits, view: View, facts: _Facts, memory: Memory) -> list[Te
     if memory.slow >= SAMPLES and limits.ttft_slo is not None and facts.traffic.ttft is not None and waits:
         words = f"TTFT p95 {_ms(facts.traffic.ttft)} is over {_ms(limits.ttft_slo)} for {memory.slow} samples"
         terms.append(Term("ttft", facts.ready + 1, words))
-    prompts = facts.traffic.rate * facts.traffic.prefill_seconds / max(len(facts.loads) * view.step.engines, 1)
-    unsure = full_rate(facts.full, facts.traffic) is None
-    if limits.ttft_slo is not None and unsure and prompts > PREFILLS and youngest >= TTFT_SETTLE:
+    prompts = _prompts(limits, view, facts)
+    if prompts > PREFILLS and youngest >= TTFT_SETTLE:
         words = f"{prompts:.2f} prompts at a time an engine, over {PREFILLS}: the next ones wait"
         terms.append(Term("prefill", facts.ready + 1, words))
     itl, known = facts.traffic.itl, facts.line is not None
@@ -252,6 +262,13 @@ def _terms(limits: Limits, view: View, facts: _Facts, memory: Memory) -> list[Te
         words = f"ITL p95 {_ms(itl)} is over {_ms(limits.itl_slo)}, and how it follows load is not known yet"
         terms.append(Term("itl", facts.ready + 1, words))
     return terms
+
+
+def _prompts(limits: Limits, view: View, facts: _Facts) -> float:
+    """Prompts that an engine computes at a time; 0 where that does not matter, or something better is known."""
+    if limits.ttft_slo is None or full_rate(facts.full, facts.traffic) is not None:
+        return 0.0
+    return facts.traffic.rate * facts.traffic.prefill_seconds / max(len(facts.loads) * view.step.engines, 1)
 
 
 # ---------------------------------------------------------------- the decision
@@ -380,6 +397,9 @@ def _too_tight(limits: Limits, view: View, facts: _Facts, n: int) -> str:
         unreachable = facts.line is not None and not _reachable(limits, facts.line)
         if not unreachable:
             return f"with {n - 1} replicas ITL would be {_ms(itl)}, over 80 % of {_ms(limits.itl_slo)}"
+    prompts = _prompts(limits, view, facts) * grown
+    if prompts > PREFILL_SPARE * PREFILLS:
+        return f"with {n - 1} replicas an engine would have {prompts:.2f} prompts at a time"
     ttft = facts.traffic.ttft
     if limits.ttft_slo is not None and ttft is not None and ttft * grown > SLO_SPARE * limits.ttft_slo:
         return f"with {n - 1} replicas TTFT would be {_ms(ttft * grown)}, over 80 % of {_ms(limits.ttft_slo)}"

@@ -167,10 +167,10 @@ def test_what_a_saturated_replica_computed_is_what_the_next_ones_are_planned_for
     for step in range(4):
         crowd = ready(2, used=30_000.0, waiting=20.0, speed=6000.0)
         made, memory = decide(LIMITS, view(2, crowd, now=10_000.0 + 5 * step, traffic=traffic), memory)
-    # 6,000 tokens/s / 1,200 a request x 0.8 = 4 requests/s; 40 wait, to be worked off in 30 s
+    # 6,000 tokens/s / 1,200 a request x 0.85 = 4.25 requests/s; 40 wait, to be worked off in 30 s
     assert made.target == 3
     assert made.reason.startswith(
-        "rate: 11.33 requests/s (10.00 come, 10.00 expected, 1.33 for the queue) / 4.00 a rep"
+        "rate: 11.33 requests/s (10.00 come, 10.00 expected, 1.33 for the queue) / 4.25 a rep"
     )
     assert made.inputs["capacityTokens"] == "80,000"
 
@@ -182,9 +182,10 @@ def test_a_rise_is_met_before_it_is_there():
         made, memory = decide(
             LIMITS, view(3, ready(3, used=20_000.0), now=10_000.0 + 5 * step, traffic=traffic), memory
         )
-    # 10.0 come; 6 more than 120 s ago, of which 0.58 may be chance; in 120 + 30 s it will be 16.8
-    assert made.target == 5
-    assert "(10.00 come, 16.78 expected, 0.00 for the queue)" in made.reason
+    # 10 come; 6 more than 120 s ago, of which 0.58 may be chance; in 120 + 30 s it will be 16.8. Three replicas serve 15
+    # at most: 213 requests will wait before another one is ready, to be worked off in 30 s.
+    assert made.target == 6
+    assert "(10.00 come, 16.78 expected, 7.11 for the queue)" in made.reason
 
 
 # ---------------------------------------------------------------- what is not known
