@@ -182,8 +182,8 @@ def test_a_rise_is_met_before_it_is_there():
         made, memory = decide(
             LIMITS, view(3, ready(3, used=20_000.0), now=10_000.0 + 5 * step, traffic=traffic), memory
         )
-    # 10 come; 6 more than 120 s ago, of which 0.58 may be chance; in 120 + 30 s it will be 16.8. Three replicas serve 15
-    # at most: 213 requests will wait before another one is ready, to be worked off in 30 s.
+    # 10 come; 6 more than 120 s ago, of which 0.58 may be chance; in 120 + 30 s it will be 16.8. Three replicas serve
+    # 15 at most: 213 requests will wait before another one is ready, to be worked off in 30 s.
     assert made.target == 6
     assert "(10.00 come, 16.78 expected, 7.11 for the queue)" in made.reason
 
