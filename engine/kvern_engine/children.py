@@ -104,6 +104,7 @@ class Ending:
     def finish(self) -> None:
         """SIGKILL to those whose time is over; their exit is seen like any other."""
         now = time.monotonic()
+        self._deadlines = {child: at for child, at in self._deadlines.items() if child.status is None}
         send_signal([child for child, at in self._deadlines.items() if at <= now], signal.SIGKILL)
 
 

@@ -22,7 +22,7 @@ from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineSta
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import resolve_model
 from kvern_engine.parallel.layout import Layout
-from kvern_engine.parallel.messages import Fence, Go, Handed, Standing, TakeOver
+from kvern_engine.parallel.messages import Fence, Go, Handed, Left, Standing, TakeOver
 from kvern_engine.transport import SUPERVISOR_IN, bind, connect, core_in, decode_to_core, drain, encode, server_in
 from kvern_engine.worker import memory
 from kvern_engine.worker_client import GroupWorkerClient, InprocWorkerClient, NoWorker, Peer, group_client
@@ -203,6 +203,8 @@ class CoreProcess:
         layout, or with the same again. Raises WorkerDiedError."""
         self._fences = {}
         self._send(core.settle())
+        for sock in self._servers:
+            sock.send(encode(Left(switch, self._engine)))
         handover = core.hand_over()
         core.close()  # the next to speak to the workers must be the only one
         assert self._ready is not None

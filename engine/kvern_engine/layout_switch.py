@@ -22,6 +22,7 @@ from kvern_engine.parallel.layout import Layout
 from kvern_engine.parallel.messages import (
     GIVEN_UP,
     ChangeLayout,
+    Drained,
     Finish,
     Go,
     Handed,
@@ -123,6 +124,8 @@ class LayoutSwitch:
             return "the worker runs in its core's process (distributed_executor_backend uni)"
         if config.pipeline_parallel_size > 1:
             return f"the model is a pipeline of {config.pipeline_parallel_size} stages, whose layout is fixed"
+        if config.record_step_plans:
+            return "step plans are recorded (record_step_plans), which are replayed on one layout"
         if len(self.engines) < self.layout.data:
             return "not all of its engines are ready"
         device = str(next(iter(self.engines.values())).info.get("device", ""))
@@ -154,7 +157,9 @@ class LayoutSwitch:
         self._number += 1
         target = Layout(self.layout.world // message.tensor, message.tensor)
         now = self._clock()
-        run = self._run = Switch(self._number, self.layout, target, message.generation, now)
+        run = self._run = Switch(
+            self._number, self.layout, target, message.generation, now, servers=self._config.api_server_count
+        )
         self._handovers, self._ready, self._taken_over, self._placement, self._details = {}, {}, {}, None, {}
         self._stopped = {}
         for rank in range(target.world):
@@ -177,7 +182,9 @@ class LayoutSwitch:
         run, now = self._run, self._clock()
         if run is None or message.switch != run.number:
             return
-        if isinstance(message, Standing):
+        if isinstance(message, Drained):
+            self._act(run.arrived(Party("server", message.server), now))
+        elif isinstance(message, Standing):
             self._act(run.arrived(Party("core", message.engine), now))
         elif isinstance(message, Handed):
             self._handovers[message.handover.engine] = message.handover

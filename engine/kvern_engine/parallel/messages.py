@@ -1,8 +1,8 @@
 """What is said during a switch of the layout: between the supervisor, which leads it, and workers, cores and API
 servers. Plain messages (msgspec); the order in which they come is in `switching.py` and docs/adr.
 
-    servers: Hold -> (Fence to every core, nothing after it) ... LayoutChanged
-    cores:   Fence from every server -> Handed ... TakeOver -> CoreReady ... Go
+    servers: Hold -> (Fence to every core, nothing after it) ... Left from every core -> Drained ... LayoutChanged
+    cores:   Fence from every server -> Left to every server, Handed ... TakeOver -> CoreReady ... Go
     workers: Reform -> Switched ... MoveKv -> Switched ... Finish -> Switched
 """
 
@@ -56,6 +56,21 @@ class Switched(msgspec.Struct, array_like=True, frozen=True, tag=True):
 class Fence(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """From an API server to a core: nothing more comes until the layout has changed. With the last server's the core
     settles what is in flight and hands over."""
+
+    switch: int
+    server: int
+
+
+class Left(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """From a core to every API server, behind all outputs of what it hands over: the next ones come from others."""
+
+    switch: int
+    engine: int
+
+
+class Drained(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """From an API server to the supervisor: it has the outputs of all cores that have left. Without this, the first
+    outputs of a request's new core might overtake the last ones of its old core."""
 
     switch: int
     server: int
@@ -160,5 +175,5 @@ class LayoutChanged(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 SwitchToWorker = Reform | MoveKv | Finish
 SwitchToCore = Fence | TakeOver | Go
-SwitchToSupervisor = Switched | Handed | Standing | ChangeLayout
-SwitchToServer = LayoutAnswer | LayoutState | Hold | LayoutChanged
+SwitchToSupervisor = Switched | Handed | Drained | Standing | ChangeLayout
+SwitchToServer = LayoutAnswer | LayoutState | Hold | Left | LayoutChanged

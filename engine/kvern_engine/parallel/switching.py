@@ -42,13 +42,13 @@ SECONDS = {
 
 @dataclass(frozen=True)
 class Party:
-    """Whom a phase waits for: a core (its engine) or a worker (its rank)."""
+    """Whom a phase waits for: a core (its engine), a worker (its rank) or an API server (its number)."""
 
     kind: str
     index: int
 
     def __str__(self) -> str:
-        return f"{'engine core' if self.kind == 'core' else self.kind} {self.index}"
+        return f"{ {'core': 'engine core', 'server': 'API server'}.get(self.kind, self.kind) } {self.index}"
 
 
 def cores(indices: Iterable[int]) -> set[Party]:
@@ -57,6 +57,10 @@ def cores(indices: Iterable[int]) -> set[Party]:
 
 def workers(ranks: Iterable[int]) -> set[Party]:
     return {Party("worker", rank) for rank in ranks}
+
+
+def servers(numbers: Iterable[int]) -> set[Party]:
+    return {Party("server", number) for number in numbers}
 
 
 @dataclass
@@ -75,8 +79,8 @@ class Switch:
     seconds: dict[str, float] = field(default_factory=dict)
     dead: set[Party] = field(default_factory=set)
     handed: set[int] = field(default_factory=set)  # engines of the source that have handed over
+    servers: int = 1  # API servers
     _began: float = 0.0
-    _froze: float | None = None
 
     def __post_init__(self) -> None:
         self._began = self.now
@@ -161,7 +165,7 @@ class Switch:
     def _advance(self, now: float) -> Phase | None:
         source, target = self.source, self.target
         following = {
-            Phase.PREPARING: (Phase.FREEZING, cores(range(source.data))),
+            Phase.PREPARING: (Phase.FREEZING, cores(range(source.data)) | servers(range(self.servers))),
             Phase.FREEZING: (Phase.RESHARDING, workers(range(source.world))),
             Phase.RESHARDING: (Phase.MOVING, workers(range(source.world))),
             Phase.MOVING: (Phase.ADOPTING, cores(range(target.data))),

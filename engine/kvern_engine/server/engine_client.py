@@ -17,20 +17,25 @@ import zmq
 
 from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineStats, Outputs, TokenOutput, ToServer
 from kvern_engine.logs import fields
-from kvern_engine.metrics import EngineView, Metrics, RequestTimes
+from kvern_engine.metrics import EngineView, Metrics
 from kvern_engine.parallel.messages import (
     ChangeLayout,
+    Drained,
     Fence,
     Hold,
     LayoutAnswer,
     LayoutChanged,
     LayoutState,
+    Left,
     SwitchToServer,
 )
 from kvern_engine.server.balance import Balancer, prefix_keys
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.lifecycle import STALL_SECONDS
+from kvern_engine.server.mailbox import ClientGone, EngineRequest, Mailbox
 from kvern_engine.transport import SUPERVISOR_IN, bind, connect, core_in, decode_to_server, encode, server_in
+
+__all__ = ["MAX_BACKLOG", "ClientGone", "EngineClient", "EngineDeadError", "EngineRequest", "Mailbox"]
 
 log = logging.getLogger(__name__)
 
@@ -42,76 +47,8 @@ MAX_BACKLOG = 65_536
 _ANSWER_SECONDS = 10.0  # in which the supervisor answers, which waits for nothing
 
 
-class ClientGone(Exception):
-    """The HTTP client has disconnected: nobody waits for this request any more."""
-
-
 class EngineDeadError(RuntimeError):
     """No engine can take the request."""
-
-
-class Mailbox:
-    """Where the outputs of one HTTP request (one or more engine requests) arrive. One reader."""
-
-    __slots__ = ("_closed", "_pending", "_waiter", "backlog")
-
-    def __init__(self) -> None:
-        self.backlog = 0  # tokens and alternatives that wait
-        self._pending: list[tuple[EngineRequest, TokenOutput]] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._closed: Exception | None = None
-
-    def put(self, request: "EngineRequest", output: TokenOutput, size: int = 0) -> None:
-        """`size`: how much it adds to the backlog."""
-        if self._closed is not None:
-            return
-        self._pending.append((request, output))
-        self.backlog += size
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def close(self, reason: Exception) -> None:
-        """Make the reader raise `reason`, now or at its next `get`."""
-        self._closed = self._closed or reason
-        self._pending = []
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def get(self) -> "list[tuple[EngineRequest, TokenOutput]]":
-        """Everything that has arrived; waits while that is nothing. Raises what `close` was given."""
-        while not self._pending:
-            if self._closed is not None:
-                raise self._closed
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._closed is not None:
-            raise self._closed
-        pending, self._pending, self.backlog = self._pending, [], 0
-        return pending
-
-
-class EngineRequest:
-    """An AddRequest in flight: which engine has it, where its outputs go, and its times for the metrics."""
-
-    __slots__ = ("cost", "counts", "engine", "engine_died", "id", "key", "last_at", "left", "mailbox", "tag", "times")
-
-    def __init__(self, request: AddRequest, engine: int, mailbox: Mailbox, key: tuple[str, str], tag: int) -> None:
-        self.id = request.request_id
-        self.engine = engine
-        self.mailbox = mailbox
-        self.tag = tag  # the caller's: which prompt of the HTTP request this is
-        self.key = key
-        self.left = request.params.n  # choices that the engine has not finished
-        self.last_at = [0.0] * self.left
-        self.counts = [0] * self.left
-        self.engine_died = False
-        most = request.params.max_tokens or 0
-        self.cost = len(request.prompt_token_ids) + most * request.params.n
-        self.times = RequestTimes(request.arrival, len(request.prompt_token_ids), most, request.params.n)
 
 
 @dataclass(slots=True)
@@ -157,6 +94,7 @@ class EngineClient:
         self._engines = [_Engine(stats=EngineStats(e)) for e in range(num_engines)]
         self.layout: LayoutState | None = None  # as the supervisor said last
         self._held: list[tuple[int, AddRequest | Abort]] | None = None  # during a switch of the layout: for the cores
+        self._leaving: tuple[int, set[int]] | None = None  # the switch, and cores whose last outputs are not here
         self._asks: dict[int, asyncio.Future[LayoutAnswer]] = {}
         self._balancer = Balancer(num_engines)
         self._live: dict[str, EngineRequest] = {}
@@ -305,11 +243,11 @@ class EngineClient:
         self._loop.call_soon(self._readable)
 
     def _handle(self, message: ToServer | SwitchToServer) -> None:
-        if isinstance(message, LayoutState | LayoutAnswer | Hold | LayoutChanged):
+        if isinstance(message, LayoutState | LayoutAnswer | Hold | Left | LayoutChanged):
             self._handle_switch(message)
         elif isinstance(message, Outputs):
             if message.engine >= len(self._engines):
-                return  # the last words of a core that belongs to no layout any more
+                return  # a core of a layout that never was: it has no requests
             engine = self._engines[message.engine]
             engine.heard = time.monotonic()
             if message.outputs:
@@ -357,8 +295,21 @@ class EngineClient:
                 if self._engines[engine].state != "dead":
                     self._out[engine].send(encode(Fence(message.switch, self.index)), zmq.NOBLOCK)
             self._held = self._held if self._held is not None else []
+            self._leaving = message.switch, {e for e, known in enumerate(self._engines) if known.state != "dead"}
+            self._left(None)
+        elif isinstance(message, Left):
+            self._left(message.engine)
         else:
             self._layout_changed(message)
+
+    def _left(self, engine: int | None) -> None:
+        """A core has left, or died: with the last one the supervisor is told that all their outputs are here."""
+        if self._leaving is not None:
+            switch, missing = self._leaving
+            missing.discard(-1 if engine is None else engine)
+            if not missing:
+                self._leaving = None
+                self._supervisor.send(encode(Drained(switch, self.index)), zmq.NOBLOCK)
 
     def _layout_changed(self, message: LayoutChanged) -> None:
         """The engines are others now: requests in flight go on at those that have them, what was kept is sent."""
@@ -373,11 +324,12 @@ class EngineClient:
             else:
                 self._engines.append(_Engine("ready", EngineStats(index, heartbeat=now), ready, now))
         self._balancer = Balancer(message.data)
-        held, self._held = self._held or [], None
+        held, self._held, self._leaving = self._held or [], None, None
         unsent = {m.request_id: m for _, m in held if isinstance(m, AddRequest)}
         for handle in self._live.values():
             if handle.id not in unsent:
-                handle.engine = message.engine_of.get(handle.id, handle.engine)
+                # One that has ended, but was not read yet, is nowhere.
+                handle.engine = min(message.engine_of.get(handle.id, handle.engine), message.data - 1)
                 self._balancer.add(handle.engine, handle.cost)
         for _, kept in held:
             if isinstance(kept, AddRequest):
@@ -470,6 +422,7 @@ class EngineClient:
             engine.reason = message.reason
         engine.state, engine.stats = "dead", at_rest(engine.stats)
         self._balancer.forget(message.engine)
+        self._left(message.engine)
         for handle in lost:
             handle.engine_died = True
             output = TokenOutput(handle.id, 0, [], finish_reason="error", error=message.reason)

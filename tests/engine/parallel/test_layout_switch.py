@@ -22,6 +22,7 @@ from kvern_engine.layout_switch import LayoutSwitch
 from kvern_engine.parallel.layout import Layout
 from kvern_engine.parallel.messages import (
     ChangeLayout,
+    Drained,
     Finish,
     Go,
     Handed,
@@ -114,6 +115,7 @@ class Played:
         if isinstance(message, Hold):
             for engine in range(message.data):
                 self.sent.append(("fenced", engine, encode(Go(message.switch))))
+            self.sent.append(("drained", 0, encode(Go(message.switch))))
 
     def adopt(self, layout: Layout, engines: Sequence[CoreReady]) -> None:
         assert [engine.engine for engine in engines] == list(range(layout.data))
@@ -135,6 +137,9 @@ class Played:
         while self.sent:
             kind, index, data = self.sent.pop(0)
             self.now += 0.01
+            if kind == "drained":
+                self.switch.read(Drained(1, index))
+                continue
             if (("core" if kind in ("start", "fenced") else kind), index) in self.dead:
                 continue
             message = (
@@ -317,6 +322,27 @@ def test_requests_that_would_not_fit_any_more(tmp_path: Path) -> None:
     pod.blocks = 10
     pod.run(1)
     everybody_is_back(pod, "an engine of 1 would hold 40 tokens, and requests may have 100", [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"nnodes": 2, "master_addr": "a"}, "the ranks are in several pods, whose layout is fixed"),
+        ({"pipeline_parallel_size": 2}, "the model is a pipeline of 2 stages, whose layout is fixed"),
+        (
+            {"record_step_plans": "/tmp/x"},
+            "step plans are recorded (record_step_plans), which are replayed on one layout",
+        ),
+    ],
+)
+def test_pods_whose_layout_is_fixed(tmp_path: Path, fields: dict[str, Any], why: str) -> None:
+    pod = Played(tmp_path, Layout(2, 2))
+    pod.switch._config = pod.switch._config.model_copy(update=fields)
+    assert pod.switch.obstacle() == why
+    pod.run(4)
+    (answer,) = pod.said(LayoutAnswer)
+    assert (answer.status, answer.code) == (400, "layout_not_feasible")
+    assert answer.error == f"tensor must be 2, the present size, got 4: {why}."
 
 
 def test_why_a_pod_cannot_switch(tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ def test_who_does_not_answer_on_the_way_back_is_given_up() -> None:
     run.start(0.0)
     for core in range(4):
         run.arrived(Party("core", core), 1.0)
+    assert run.waiting == {Party("server", 0)}, "the last outputs of the old cores must have been read"
+    run.arrived(Party("server", 0), 1.0)
     late = 1.0 + SECONDS[Phase.RESHARDING]
     for rank in (0, 1, 2):
         run.arrived(Party("worker", rank), 2.0)
