@@ -73,7 +73,7 @@ def test_operator_can_do_little(operator: None) -> None:
         ("create", "pods/exec"),
         ("delete", "persistentvolumeclaims"),
         ("create", "clusterrolebindings"),
-        ("list", "nodes"),
+        ("patch", "nodes"),
     ]:
         assert not allowed(verb, resource, "-A"), f"{verb} {resource}"
 
