@@ -79,6 +79,7 @@ def test_no_client_saw_any_of_it(busy: Started, show: Show) -> None:
     """Failed 0, truncated 0, duplicated 0, every text as it is undisturbed; but where a process was killed, what had
     begun on it may have ended with an error. Nothing that began afterwards may."""
     _, load = busy
+    assert load.events, "the verdict is on the events before it: run them together"
     report, found = report_of(load, show)
     assert report["requests"] > 2 * streams.STREAMS, report["requests"]
     assert min(one.streams for one in found) >= streams.STREAMS, streams.table(found)
