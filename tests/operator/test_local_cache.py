@@ -50,9 +50,9 @@ def cache_of(up) -> dict:
 
 
 async def test_a_model_is_fetched_then_served(hub, make_up):  # noqa: F811
-    hub.faults.pause = 0.05
+    hub.faults.pause = 0.2
     up = make_up().start()
-    await up.until(lambda: cache_of(up).get("phase") == "Downloading")
+    await up.until(lambda: cache_of(up).get("phase") == "Downloading" and cache_of(up).get("bytes", 0) > 200_000)
     assert cache_of(up)["total"] == SIZE and not up.pods()  # no engine before its model
     assert " of hf://org/large are in claim fake-cache" in up.condition("ModelCached")["message"]
     assert up.condition("Ready")["reason"] == "Downloading"

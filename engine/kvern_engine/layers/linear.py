@@ -30,7 +30,17 @@ from kvern_kernels import (
 
 _PACK_ROWS = 32  # oneDNN chooses its blocking for about this many rows
 _STREAM_ROWS = 2  # up to here the transposed layout is the fastest
+_GRAINS = ((32, 4), (128, 8), (512, 32), (2048, 64), (1 << 62, 256))  # rows up to, padded to multiples of
 _WIDE = 1.5  # outputs over inputs from which the second layout pays
+
+
+def padded_rows(rows: int) -> int:
+    """How many rows oneDNN is to multiply for `rows` > 0: it keeps a program of about half a megabyte for every number
+    that it meets, a thousand of them in all, and does not give back what one took. These are 80 up to 8,192 rows."""
+    for limit, grain in _GRAINS:
+        if rows <= limit:
+            break
+    return -(-rows // grain) * grain
 
 
 def _can_pack() -> bool:
@@ -96,8 +106,11 @@ class Linear:
             if self.bias is None:
                 return torch.mm(x, self._transposed)
             return torch.addmm(self.bias, x, self._transposed)
+        rows = x.shape[0]
+        if more := padded_rows(rows) - rows:
+            x = F.pad(x, (0, 0, 0, more))
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return out
+        return out[:rows] if more else out
 
     def parts(self, x: Tensor) -> Tensor:
         """As a call, for an operation that adds up parts: maybe [P, T, out_features] float32, see

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from worker_harness import FixedRunner, plan
 
 from kvern_engine.core.plan import AddedRow, RowSampling
-from kvern_engine.layers.linear import Linear
+from kvern_engine.layers.linear import Linear, padded_rows
 from kvern_engine.layers.rotary import cos_sin_table
 from kvern_engine.worker.batch import BatchBuilder
 from kvern_engine.worker.staging import Staging, offsets
@@ -30,6 +30,21 @@ def test_linear_in_every_layout(inputs: int, outputs: int, bias: bool) -> None:
     for rows in (1, 2, 3, 32, 70):
         x = torch.randn(rows, inputs)
         assert torch.allclose(layer(x), F.linear(x, weight, layer.bias), atol=1e-4)
+
+
+def test_few_programs_are_kept_for_products() -> None:
+    """oneDNN keeps one of half a megabyte for every number of rows that it is given."""
+    given = [padded_rows(rows) for rows in range(1, 8193)]
+    assert len(set(given)) == 80
+    assert all(rows <= padded <= rows + max(3, rows // 4) for rows, padded in enumerate(given, 1))
+    layer = Linear(48, 160, bias=True, dtype=torch.float32, device=CPU)
+    layer.weight.normal_(), layer.bias.normal_()
+    weight = layer.weight.clone()
+    layer.add_cpu_layouts()
+    for rows in (5, 31, 33, 129, 515, 2100):
+        x = torch.randn(rows, 48)
+        assert torch.allclose(layer(x), F.linear(x, weight, layer.bias), atol=1e-4)
+        assert layer(x).shape == (rows, 160)
 
 
 def test_a_shared_weight_stays() -> None:
