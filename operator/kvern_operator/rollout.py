@@ -68,7 +68,8 @@ class Bounds:
 
 def bounds_of(rollout: Rollout, desired: int, holding: int, spare: int | None) -> Bounds:
     """The bounds that a strategy stands for. `spare`: how many more replicas would fit; None: unknown. `holding`: how
-    many hold their devices now; what they hold beyond `desired` is a surge's place, and can be used again."""
+    many hold their devices now. What they hold beyond `desired` is a surge's place, and can be used again; what they
+    lack of it takes of the spare places first, and only the rest is room for a surge."""
     surge = resolve_count(rollout.max_surge, desired, round_up=True)
     unavailable = resolve_count(rollout.max_unavailable, desired, round_up=False)
     if surge == 0 and unavailable == 0:
@@ -80,7 +81,7 @@ def bounds_of(rollout: Rollout, desired: int, holding: int, spare: int | None) -
         return swap
     if rollout.strategy == "Surge" or spare is None:
         return Bounds(surge, unavailable)
-    room = spare + max(holding - desired, 0)
+    room = spare + holding - desired
     return Bounds(min(surge, room), unavailable) if room > 0 else swap
 
 
@@ -119,8 +120,9 @@ def plan_moves(
     drain = [r for r in (*surplus, *replaceable) if r not in resume]
     others = [r for r in staying if r not in new]
     rolling = not rollout.paused and any(not r.current for r in others)
+    known = spare if rollout.strategy == "Auto" else None
     return Moves(
-        add=_addable(desired, len(new), len(others) + ending, rolling, bounds),
+        add=_addable(desired, len(new), len(others) + ending, rolling, bounds, known),
         drain=tuple(r.name for r in drain),
         tell=tuple(r.name for r in leaving if r not in resume and _since(r) >= ROUTERS_FIRST),
         resume=tuple(r.name for r in resume if r not in surplus),
@@ -188,12 +190,14 @@ def _replaceable(new: list[Replica], old: list[Replica], desired: int, bounds: B
     return broken + healthy
 
 
-def _addable(desired: int, have: int, others: int, rolling: bool, bounds: Bounds) -> int:
+def _addable(desired: int, have: int, others: int, rolling: bool, bounds: Bounds, spare: int | None) -> int:
     """How many replicas to start beside the `have` that stay. `others` still hold their devices. While a revision
-    replaces another they count against the surge; where there is no surge, nothing starts in a place that is taken."""
+    replaces another they count against the surge; where there is no surge, or `spare` says how many fit, nothing starts
+    in a place that is taken."""
     missing = max(desired - have, 0)
     if bounds.recreate and (rolling or others):
         return 0
     if not rolling and bounds.surge > 0:
-        return missing
+        # Those that nothing of the service stands in the way of start all the same: nodes may be added for them.
+        return missing if spare is None else min(missing, max(desired - have - others, spare))
     return max(min(missing, desired + bounds.surge - have - others), 0)

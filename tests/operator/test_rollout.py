@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 from fake_cluster import service
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slow_cluster import BAD, SlowCluster
 
@@ -57,6 +57,24 @@ def test_auto_surges_by_no_more_than_there_is_room():
     assert bounds_of(Rollout(max_surge=4), 4, 4, 2) == Bounds(2, 0)
     assert bounds_of(Rollout(max_surge="100%"), 4, 4, 9) == Bounds(4, 0)
     assert bounds_of(Rollout(max_surge=0, max_unavailable=2), 4, 4, 9) == Bounds(0, 2)
+
+
+def test_auto_surges_into_what_the_wanted_number_leaves():
+    """Scaled up and changed at once: two places are free, and both are for replicas that are wanted anyway."""
+    assert bounds_of(Rollout(), 3, 1, 2) == Bounds(0, 1)
+    assert bounds_of(Rollout(), 3, 1, 3) == Bounds(1, 0)
+    old = Replica("a", 0, current=False)
+    assert plan_moves([old], 3, Rollout(), spare=2).add == 2
+    assert plan_moves([old], 3, Rollout(), spare=3).add == 3
+
+
+def test_of_several_that_end_as_many_are_replaced_at_once_as_fit():
+    staying = Replica("a", 0, current=True, ready=True, served=True, running=True)
+    assert plan_moves([staying], 3, Rollout(), spare=1, ending=2).add == 1
+    assert plan_moves([staying], 3, Rollout(), spare=2, ending=2).add == 2
+    assert plan_moves([staying], 3, Rollout(strategy="Surge"), spare=1, ending=2).add == 2
+    # What nothing of the service stands in the way of is asked for whether it fits or not: nodes may be added for it.
+    assert plan_moves([staying], 5, Rollout(), spare=1).add == 4
 
 
 def test_a_replica_whose_pod_ends_is_replaced_while_it_ends():
@@ -302,6 +320,9 @@ events = st.lists(
 )
 
 
+STARTED = [("work", None), ("controllers", None), ("load", 0), ("load", 1), ("load", 2)]
+
+
 class Story:
     """A cluster, the spec that holds now, and what must be true of each pass."""
 
@@ -379,6 +400,8 @@ class Story:
 
 @settings(max_examples=2000 if FULL else 60, deadline=None)
 @given(specs, st.integers(GPUS - 1, GPUS + 2), st.booleans(), events)
+@example(spec(1, 512), 3, True, [("work", None), ("spec", spec(3)), ("work", None)])  # scaled up and changed at once
+@example(spec(3), 4, True, [*STARTED, ("end", 0), ("end", 1), ("work", None)])  # two evicted, one place
 def test_any_history_keeps_the_promises_and_ends_well(first, gpus, sees_nodes, history):
     story = Story(first, gpus, sees_nodes)
     for event, value in history:
