@@ -37,9 +37,7 @@ _WIDE = 1.5  # outputs over inputs from which the second layout pays
 def padded_rows(rows: int) -> int:
     """How many rows oneDNN is to multiply for `rows` > 0: it keeps a program of about half a megabyte for every number
     that it meets, a thousand of them in all, and does not give back what one took. These are 80 up to 8,192 rows."""
-    for limit, grain in _GRAINS:
-        if rows <= limit:
-            break
+    grain = next(grain for limit, grain in _GRAINS if rows <= limit)
     return -(-rows // grain) * grain
 
 
