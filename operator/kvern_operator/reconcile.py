@@ -233,14 +233,14 @@ def _moves(
 ) -> Moves:
     """What to do with the replicas. While the API server refuses their present template, or their model is not in its
     claim yet, none of it is started and none of the old ones goes for it. While there is no record of what was (a
-    backup without it), nothing goes at all: this pass writes one, from what there is, and the next one decides."""
+    backup without it), nothing comes or goes: this pass writes one, from what there is, and the next one decides."""
     rollout = service.spec.rollout
     if _refused(observed, "StatefulSet", engine.revision(service.spec)) or cache.holds_replicas(service, observed):
         staying = sum(not r.leaving for r in replicas)
         desired, rollout = min(desired, staying), rollout.model_copy(update={"paused": True})
     if observed.status is None and replicas:
         desired, rollout = max(desired, len(replicas)), rollout.model_copy(update={"paused": True})
-        return replace(plan_moves(replicas, desired, rollout), resume=(), delete=())
+        return replace(plan_moves(replicas, desired, rollout), add=0, resume=(), delete=())
     held, patience = ending(service, observed, now)
     moves = plan_moves(replicas, desired, rollout, observed.spare_replicas, held)
     if patience is None or not held:

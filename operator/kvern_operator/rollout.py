@@ -119,7 +119,8 @@ def plan_moves(
 
     drain = [r for r in (*surplus, *replaceable) if r not in resume]
     others = [r for r in staying if r not in new]
-    rolling = not rollout.paused and any(not r.current for r in others)
+    # What goes in this very pass has a part in it: its devices are not free yet.
+    rolling = not rollout.paused and any(not r.current for r in everyone if r not in new)
     known = spare if rollout.strategy == "Auto" else None
     return Moves(
         add=_addable(desired, len(new), len(others) + ending, rolling, bounds, known),

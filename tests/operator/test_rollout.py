@@ -402,6 +402,8 @@ class Story:
 @given(specs, st.integers(GPUS - 1, GPUS + 2), st.booleans(), events)
 @example(spec(1, 512), 3, True, [("work", None), ("spec", spec(3)), ("work", None)])  # scaled up and changed at once
 @example(spec(3), 4, True, [*STARTED, ("end", 0), ("end", 1), ("work", None)])  # two evicted, one place
+@example(spec(3), 3, True, [*STARTED, ("end", 0), ("end", 1), ("lost status", None), ("work", None)])
+@example(spec(2, 512), 3, False, [*STARTED[:2], ("spec", spec(1, away=1)), ("work", None), ("work", None)])
 def test_any_history_keeps_the_promises_and_ends_well(first, gpus, sees_nodes, history):
     story = Story(first, gpus, sees_nodes)
     for event, value in history:
