@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 import kit
-from kit import Client, Service, Watch, condition_of, kubectl
+from kit import Client, Service, Watch, condition_of, eventually, kubectl
 
 Measure = Callable[[str, float], None]
 
