@@ -122,19 +122,34 @@ def sibling(name: str, content: bytes, bare: bool) -> dict:
     return entry
 
 
+class Answering(BaseHTTPRequestHandler):
+    """Answers GET and HEAD alike, with `_serve`, and logs nothing."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._serve()
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    def _serve(self) -> None:
+        raise NotImplementedError
+
+    def send_head(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        """All of an answer but its `body`."""
+        self.send_response(status)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+
+
 def _handler(hub: FakeHub, store: bool) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-        def do_HEAD(self) -> None:
-            self._serve()
-
-        def do_GET(self) -> None:
-            self._serve()
-
+    class Handler(Answering):
         def _serve(self) -> None:
             path = unquote(urlsplit(self.path).path)
             given = self.headers.get("Authorization", "")
@@ -238,11 +253,7 @@ def _handler(hub: FakeHub, store: bool) -> type[BaseHTTPRequestHandler]:
         def _answer(
             self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: int | None = None
         ) -> None:
-            self.send_response(status)
-            for key, value in (headers or {}).items():
-                self.send_header(key, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
+            self.send_head(status, body, headers)
             if self.command == "HEAD":
                 return
             body = body if cut is None else body[:cut]

@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from fake_hub import Answering
+
 NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 STATUS = {"NoSuchBucket": 404, "NoSuchKey": 404, "PreconditionFailed": 412, "SlowDown": 503, "PermanentRedirect": 301}
 
@@ -76,18 +78,7 @@ def signature(handler: BaseHTTPRequestHandler, secret: str, fields: dict[str, st
 
 
 def _handler(s3: FakeS3) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-        def do_HEAD(self) -> None:
-            self._serve()
-
-        def do_GET(self) -> None:
-            self._serve()
-
+    class Handler(Answering):
         def do_POST(self) -> None:
             """The token service."""
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
@@ -174,11 +165,7 @@ def _handler(s3: FakeS3) -> type[BaseHTTPRequestHandler]:
             self._answer(status, body, headers)
 
         def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for key, value in (headers or {}).items():
-                self.send_header(key, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
+            self.send_head(status, body, headers)
             if self.command != "HEAD":
                 self.wfile.write(body)
 
