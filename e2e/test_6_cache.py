@@ -21,7 +21,7 @@ hub.add("org/kjv", {p.name: p.read_bytes() for p in folder.iterdir()})
 hub.repositories["org/kjv"].private = True
 hub.tokens.add("secret")
 hub.faults.pause = 0.3
-ThreadingHTTPServer(("", 8000), fake_hub._handler(hub, False)).serve_forever()
+ThreadingHTTPServer(("", 8000), hub.handler(store=False)).serve_forever()
 """
 HUB = """
 apiVersion: v1

@@ -90,10 +90,14 @@ class FakeHub:
         owner, name, _, commit, file = path.strip("/").split("/", 4)
         return len(self.repositories[f"{owner}/{name}"].commits[commit].get(file, b"")) < LARGE
 
+    def handler(self, store: bool) -> type[BaseHTTPRequestHandler]:
+        """What answers for the hub, or for its store of large files."""
+        return type("Handler", (HubHandler,), {"hub": self, "store": store})
+
     @contextmanager
     def running(self) -> Iterator["FakeHub"]:
         """Two servers on loopback: the hub and its store."""
-        servers = [ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, store)) for store in (False, True)]
+        servers = [ThreadingHTTPServer(("127.0.0.1", 0), self.handler(store)) for store in (False, True)]
         self.url, self.store_url = (f"http://127.0.0.1:{s.server_address[1]}" for s in servers)
         self.store_url = self.store_url.replace("127.0.0.1", "localhost")  # another host, so that a token must not go
         for server in servers:
@@ -148,123 +152,123 @@ class Answering(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def _handler(hub: FakeHub, store: bool) -> type[BaseHTTPRequestHandler]:
-    class Handler(Answering):
-        def _serve(self) -> None:
-            path = unquote(urlsplit(self.path).path)
-            given = self.headers.get("Authorization", "")
-            with hub.lock:
-                hub.log.append((self.command, path, self.headers.get("Range", ""), bool(given)))
-                for part, statuses in hub.faults.status.items():
-                    if part in path and statuses:
-                        status = statuses.pop(0)
-                        headers = {"Retry-After": hub.faults.retry_after} if hub.faults.retry_after else {}
-                        return self._answer(status, b"", headers)
-            if store:
-                assert not given, "a token was sent to the store"
-                digest = path.split("/")[2]
-                for repository in hub.repositories.values():
-                    for files in repository.commits.values():
-                        for name, content in files.items():
-                            if hashlib.sha256(content).hexdigest() == digest:
-                                return self._content(name, content)
-                return self._answer(404, b"")
-            if path.startswith("/api/models/"):
-                return self._api(path, given.removeprefix("Bearer "))
-            return self._resolve(path, given.removeprefix("Bearer "))
+class HubHandler(Answering):
+    """Of the hub, or of its store of large files."""
 
-        # -------------------------------------------------------- the API
+    hub: FakeHub
+    store: bool
 
-        def _refuse(self, status: int, code: str, message: str = "") -> None:
-            headers = {"X-Error-Code": code} if code else {}
-            self._answer(status, b"{}", headers | ({"X-Error-Message": message} if message else {}))
+    def _serve(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        given = self.headers.get("Authorization", "")
+        with self.hub.lock:
+            self.hub.log.append((self.command, path, self.headers.get("Range", ""), bool(given)))
+            for part, statuses in self.hub.faults.status.items():
+                if part in path and statuses:
+                    status = statuses.pop(0)
+                    headers = {"Retry-After": self.hub.faults.retry_after} if self.hub.faults.retry_after else {}
+                    return self._answer(status, b"", headers)
+        if self.store:
+            assert not given, "a token was sent to the store"
+            digest = path.split("/")[2]
+            for repository in self.hub.repositories.values():
+                for files in repository.commits.values():
+                    for name, content in files.items():
+                        if hashlib.sha256(content).hexdigest() == digest:
+                            return self._content(name, content)
+            return self._answer(404, b"")
+        if path.startswith("/api/models/"):
+            return self._api(path, given.removeprefix("Bearer "))
+        return self._resolve(path, given.removeprefix("Bearer "))
 
-        def _repository(self, name: str, token: str, *, content: bool) -> Repository | None:
-            """The repository, if it may be seen; else the refusal has been sent."""
-            if token and token not in hub.tokens:
-                self._refuse(401, "", "Invalid credentials in Authorization header")
-                return None
-            found = hub.repositories.get(name)
-            if found is None or (found.private and not token):
-                self._refuse(404 if token else 401, "RepoNotFound", "Repository not found")
-                return None
-            if found.gated and content and token not in hub.allowed:
-                self._refuse(403 if token else 401, "GatedRepo", f"Access to model {name} is restricted.")
-                return None
-            return found
+    # -------------------------------------------------------- the API
 
-        def _api(self, path: str, token: str) -> None:
-            owner, name, *rest = path.removeprefix("/api/models/").split("/", 3)
-            repository = self._repository(f"{owner}/{name}", token, content=False)
-            if repository is None:
-                return
-            if rest == ["refs"]:
-                branches = [{"name": ref, "targetCommit": commit} for ref, commit in repository.refs.items()]
-                return self._json({"branches": branches, "tags": []})
-            commit = repository.refs.get(rest[1], rest[1])
-            if commit not in repository.commits:
-                return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {rest[1]}")
-            files = repository.commits[commit]
-            siblings = [sibling(n, c, hub.faults.bare) for n, c in files.items()]
-            self._json({"id": f"{owner}/{name}", "sha": commit, "siblings": siblings})
+    def _refuse(self, status: int, code: str, message: str = "") -> None:
+        headers = {"X-Error-Code": code} if code else {}
+        self._answer(status, b"{}", headers | ({"X-Error-Message": message} if message else {}))
 
-        def _resolve(self, path: str, token: str) -> None:
-            owner, name, word, commit, file = path.strip("/").split("/", 4)
-            assert word == "resolve"
-            repository = self._repository(f"{owner}/{name}", token, content=True)
-            if repository is None:
-                return
-            content = repository.commits.get(commit, {}).get(file)
-            if content is None:
-                return self._refuse(404, "EntryNotFound", "Entry not found")
-            if len(content) < LARGE:
-                return self._content(file, content, {"ETag": f'"{git_sha1(content)}"', "X-Repo-Commit": commit})
-            digest = hashlib.sha256(content).hexdigest()
-            linked = {
-                "X-Linked-ETag": f'"{digest}"',
-                "X-Linked-Size": str(len(content)),
-                "X-Repo-Commit": commit,
-                "Location": f"{hub.store_url}/store/{digest}/{file}",
-            }
-            self._answer(302, b"", linked)
+    def _repository(self, name: str, token: str, *, content: bool) -> Repository | None:
+        """The repository, if it may be seen; else the refusal has been sent."""
+        if token and token not in self.hub.tokens:
+            self._refuse(401, "", "Invalid credentials in Authorization header")
+            return None
+        found = self.hub.repositories.get(name)
+        if found is None or (found.private and not token):
+            self._refuse(404 if token else 401, "RepoNotFound", "Repository not found")
+            return None
+        if found.gated and content and token not in self.hub.allowed:
+            self._refuse(403 if token else 401, "GatedRepo", f"Access to model {name} is restricted.")
+            return None
+        return found
 
-        # -------------------------------------------------------- bytes
+    def _api(self, path: str, token: str) -> None:
+        owner, name, *rest = path.removeprefix("/api/models/").split("/", 3)
+        repository = self._repository(f"{owner}/{name}", token, content=False)
+        if repository is None:
+            return
+        if rest == ["refs"]:
+            branches = [{"name": ref, "targetCommit": commit} for ref, commit in repository.refs.items()]
+            return self._json({"branches": branches, "tags": []})
+        commit = repository.refs.get(rest[1], rest[1])
+        if commit not in repository.commits:
+            return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {rest[1]}")
+        files = repository.commits[commit]
+        siblings = [sibling(n, c, self.hub.faults.bare) for n, c in files.items()]
+        self._json({"id": f"{owner}/{name}", "sha": commit, "siblings": siblings})
 
-        def _content(self, name: str, content: bytes, headers: dict[str, str] | None = None) -> None:
-            headers, status, start = dict(headers or {}), 200, 0
-            asked = self.headers.get("Range", "")
-            if asked and not hub.faults.no_range:
-                start = int(asked.removeprefix("bytes=").removesuffix("-"))
-                if start >= len(content):
-                    return self._answer(416, b"", {"Content-Range": f"bytes */{len(content)}"})
-                status = 206
-                headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            with hub.lock:
-                cuts = hub.faults.cut.get(name) or []
-                cut = cuts.pop(0) if cuts else None
-                if hub.faults.corrupt.get(name):
-                    hub.faults.corrupt[name] -= 1
-                    content = content[:-1] + bytes([content[-1] ^ 1])
-            self._answer(status, content[start:], headers, cut)
+    def _resolve(self, path: str, token: str) -> None:
+        owner, name, word, commit, file = path.strip("/").split("/", 4)
+        assert word == "resolve"
+        repository = self._repository(f"{owner}/{name}", token, content=True)
+        if repository is None:
+            return
+        content = repository.commits.get(commit, {}).get(file)
+        if content is None:
+            return self._refuse(404, "EntryNotFound", "Entry not found")
+        if len(content) < LARGE:
+            return self._content(file, content, {"ETag": f'"{git_sha1(content)}"', "X-Repo-Commit": commit})
+        digest = hashlib.sha256(content).hexdigest()
+        linked = {
+            "X-Linked-ETag": f'"{digest}"',
+            "X-Linked-Size": str(len(content)),
+            "X-Repo-Commit": commit,
+            "Location": f"{self.hub.store_url}/store/{digest}/{file}",
+        }
+        self._answer(302, b"", linked)
 
-        def _json(self, value: object) -> None:
-            self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+    # -------------------------------------------------------- bytes
 
-        def _answer(
-            self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: int | None = None
-        ) -> None:
-            self.send_head(status, body, headers)
-            if self.command == "HEAD":
-                return
-            body = body if cut is None else body[:cut]
-            try:
-                for at in range(0, len(body), 1 << 16):
-                    if hub.faults.pause:
-                        time.sleep(hub.faults.pause)
-                    self.wfile.write(body[at : at + (1 << 16)])
-            except (BrokenPipeError, ConnectionResetError):
-                self.close_connection = True
-            if cut is not None:
-                self.close_connection = True
+    def _content(self, name: str, content: bytes, headers: dict[str, str] | None = None) -> None:
+        headers, status, start = dict(headers or {}), 200, 0
+        asked = self.headers.get("Range", "")
+        if asked and not self.hub.faults.no_range:
+            start = int(asked.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(content):
+                return self._answer(416, b"", {"Content-Range": f"bytes */{len(content)}"})
+            status = 206
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        with self.hub.lock:
+            cuts = self.hub.faults.cut.get(name) or []
+            cut = cuts.pop(0) if cuts else None
+            if self.hub.faults.corrupt.get(name):
+                self.hub.faults.corrupt[name] -= 1
+                content = content[:-1] + bytes([content[-1] ^ 1])
+        self._answer(status, content[start:], headers, cut)
 
-    return Handler
+    def _json(self, value: object) -> None:
+        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: int | None = None) -> None:
+        self.send_head(status, body, headers)
+        if self.command == "HEAD":
+            return
+        body = body if cut is None else body[:cut]
+        try:
+            for at in range(0, len(body), 1 << 16):
+                if self.hub.faults.pause:
+                    time.sleep(self.hub.faults.pause)
+                self.wfile.write(body[at : at + (1 << 16)])
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        if cut is not None:
+            self.close_connection = True

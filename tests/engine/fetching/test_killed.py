@@ -73,13 +73,19 @@ def test_killed_in_mid_file_and_gone_on_with(large: FakeHub, cache: Path) -> Non
 
 
 def test_several_at_once_download_once(large: FakeHub, cache: Path) -> None:
-    large.faults.pause = 0.02
-    runs = [start(URI) for _ in range(3)]
+    large.faults.pause = 1.0  # the first one is busy for as long as the others need to start
+    first = start(URI)
+    until(lambda: size_of(cache, LARGE + PART) > 0)
+    others = [start(URI) for _ in range(2)]
+    for other in others:
+        assert other.stderr is not None
+        assert "waiting for another download into the same cache: " in other.stderr.readline()
+    large.faults.pause = 0.0
+    runs = [first, *others]
     ends = [run.communicate(timeout=60) for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], ends
     assert len({out for out, _ in ends}) == 1
     assert sorted(name for name, _ in large.fetched() if name in (SMALL, LARGE)) == [SMALL, LARGE]
-    assert any("waiting for another download into the same cache: " in err for _, err in ends)
 
 
 def test_a_killed_one_holds_those_who_wait_not_up(large: FakeHub, cache: Path) -> None:
