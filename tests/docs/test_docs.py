@@ -42,7 +42,7 @@ def reasons_in_code() -> set[str]:
 
 def test_every_reason_that_the_operator_can_give_is_explained():
     unknown = reasons_in_code() - set(REASONS) - NO_REASONS
-    assert not unknown, f"add these to kvern_operator/advice.py (or to NO_REASONS, if they are none): {sorted(unknown)}"
+    assert not unknown, f"add these to kvern_operator/advice/ (or to NO_REASONS, if they are none): {sorted(unknown)}"
 
 
 def test_reasons_that_need_somebody_say_what_to_do():
