@@ -1,4 +1,5 @@
-"""The engines' admin port: what a pod says of itself, and telling it to drain. Effects only, nothing is decided here.
+"""What pods say of themselves: engines on their admin port, where they are also told to drain, routers on their own.
+Effects only, nothing is decided here.
 
 Every pod is asked by a task of its own, with short timeouts; a pass of reconcile reads the last answer and waits for
 nobody. A pod that hangs holds up neither the others nor the operator.
@@ -30,12 +31,13 @@ class Report:
     feasible: tuple[tuple[int, int], ...] = ()
     device: str = ""
     fetch: Fetch | None = None  # of a download
+    sends_to: frozenset[str] | None = None  # of a router: see Pod
 
 
 @dataclass(frozen=True)
 class Target:
     """A pod to ask. One that has restarted is another target: what it said before no longer counts. `fetching`: it is a
-    download, and has nothing to tell but how far it is."""
+    download, and has nothing to tell but how far it is; `routing`: a router, which tells whom it sends to."""
 
     uid: str
     name: str
@@ -43,6 +45,7 @@ class Target:
     address: str
     token: str
     fetching: bool = False
+    routing: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,15 @@ def read_layout(answer: Any, before: Report) -> Report:
     except (KeyError, TypeError, ValueError):
         feasible = before.feasible
     return replace(before, feasible=feasible, device=str(answer.get("device") or before.device))
+
+
+def read_routes(answer: Any, before: Report) -> Report:
+    """The report after GET /-/replicas of a router. Raises ValueError where the answer is none."""
+    try:
+        names = frozenset(str(r["name"]) for r in answer["replicas"] if r["state"] != "draining")
+    except (KeyError, TypeError) as error:
+        raise ValueError("no replicas in it") from error
+    return replace(before, sends_to=names)
 
 
 def _steps(fetch: Fetch | None) -> tuple[int, int, str] | None:
@@ -151,7 +163,7 @@ class Prober:
         if self._session is None:
             # A proxy of the environment must not see the token.
             self._session = aiohttp.ClientSession(trust_env=False, connector=aiohttp.TCPConnector(limit=0))
-        headers = {"Authorization": f"Bearer {target.token}"}
+        headers = {"Authorization": f"Bearer {target.token}"} if target.token else {}
         timeout = aiohttp.ClientTimeout(total=self._pace.timeout)
         url = f"http://{target.address}{path}"
         async with self._limit, self._session.request(method, url, headers=headers, timeout=timeout) as answer:
@@ -201,13 +213,17 @@ class _Asked:
         self._failures = 0
         self._take(replace(self.report, fetch=fetch))
 
+    async def _ask_router(self) -> None:
+        self._take(read_routes(await self._prober.call("GET", self.target, "/-/replicas"), self.report))
+        self._failures = 0
+
     def _take(self, report: Report) -> None:
         before, self.report = self.report, report
         known = (before.in_flight is None) != (report.in_flight is None)
         moved = self._leaving and before.in_flight != report.in_flight
         said = (before.draining, before.feasible, before.device) != (report.draining, report.feasible, report.device)
         further = _steps(before.fetch) != _steps(report.fetch)
-        if known or moved or said or further:
+        if known or moved or said or further or before.sends_to != report.sends_to:
             self._prober.report_changed(self._key)
 
     async def _run(self) -> None:
@@ -217,18 +233,20 @@ class _Asked:
             try:
                 if self.target.fetching:
                     await self._ask_fetch()
-                elif loop.time() >= layout_due:
-                    report = read_layout(await self._prober.call("GET", self.target, "/admin/layout"), self.report)
-                    self._take(report)
-                    known = bool(report.feasible)
-                    layout_due = loop.time() + (pace.layout_wait(self._prober.pods) if known else pace.usual)
-                if not self.target.fetching:
+                elif self.target.routing:
+                    await self._ask_router()
+                else:
+                    if loop.time() >= layout_due:
+                        report = read_layout(await self._prober.call("GET", self.target, "/admin/layout"), self.report)
+                        self._take(report)
+                        known = bool(report.feasible)
+                        layout_due = loop.time() + (pace.layout_wait(self._prober.pods) if known else pace.usual)
                     await self.load()
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 self._failures += 1
                 log.debug("%s does not answer: %s", self.target.name, str(error) or "no answer in time")
-                if self._failures >= pace.patience and self.report.in_flight is not None:
-                    self._take(replace(self.report, in_flight=None))
+                if self._failures >= pace.patience:
+                    self._take(replace(self.report, in_flight=None, sends_to=None))
             self.tried = True
             wait = pace.wait(self._prober.pods, leaving=self._leaving, silent=self._failures > 0)
             self._hurried.clear()

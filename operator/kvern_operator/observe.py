@@ -35,8 +35,8 @@ class Refresh:
 @dataclass(frozen=True)
 class Scene:
     """`observed` is for reconcile. `live`: own children by (kind, name). `taken`: names that others hold for now.
-    `targets`: pods to ask, `leaving`: the UIDs of those whose replica drains. `refresh`: routers' pods whose
-    kubelet has not been told yet that the list of replicas has changed."""
+    `targets`: pods to ask, `leaving`: the UIDs of those whose replica drains, and of the routers that are to learn it.
+    `refresh`: routers' pods whose kubelet has not been told yet that the list of replicas has changed."""
 
     observed: Observed
     live: Mapping[tuple[str, str], Live]
@@ -110,14 +110,24 @@ def observe(
         ),
         live=live,
         taken=frozenset(taken),
-        targets=tuple(
-            Target(p.uid, p.name, p.restarts, p.admin_address, token, p.component == meta.FETCH)
-            for p in seen
-            if p.admin_address and p.running and not p.terminating
-        ),
-        leaving=frozenset(p.uid for p in seen if p.owner in leaving),
+        targets=(*_to_ask(seen, token), *(_routers(seen) if leaving else ())),
+        leaving=frozenset(p.uid for p in seen if leaving and (p.owner in leaving or p.component == meta.ROUTER)),
         refresh=tuple(_to_refresh(objects.get(("ConfigMap", router_name(service))), pods, seen)),
     )
+
+
+def _to_ask(pods: Iterable[Pod], token: str) -> Iterator[Target]:
+    """Engines and downloads."""
+    for p in pods:
+        if p.admin_address and p.running and not p.terminating:
+            yield Target(p.uid, p.name, p.restarts, p.admin_address, token, fetching=p.component == meta.FETCH)
+
+
+def _routers(pods: Iterable[Pod]) -> Iterator[Target]:
+    """Routers; their port answers everybody, and they are not to see the token."""
+    for p in pods:
+        if p.component == meta.ROUTER and p.address and p.running and not p.terminating:
+            yield Target(p.uid, p.name, p.restarts, p.address, "", routing=True)
 
 
 def _to_refresh(listed: Object | None, pods: Iterable[Object], seen: Iterable[Pod]) -> Iterator[Refresh]:
@@ -155,4 +165,5 @@ def _pod(obj: Object, live: Mapping[tuple[str, str], Live], reports: Mapping[str
         feasible=report.feasible,
         device=report.device,
         fetch=report.fetch or pod.fetch,
+        sends_to=report.sends_to,
     )

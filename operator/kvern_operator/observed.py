@@ -46,6 +46,7 @@ class Pod:
     in_flight: int | None = None  # requests running and waiting; None: not known
     feasible: tuple[tuple[int, int], ...] = ()  # (tensor size, tokens of KV cache) as the pod reports them
     fetch: Fetch | None = None  # of a download's pod: how far it is; None: not known
+    sends_to: frozenset[str] | None = None  # of a router: names of the engine pods that it may send to; None: not known
     device: str = ""  # what it computes on, as it reports it: "cpu", "cuda:0 NVIDIA H200"; "": not known
     restarts: int = 0
     reason: str = ""

@@ -21,6 +21,7 @@ LOST_AFTER = timedelta(seconds=60)
 def replicas_of(service: InferenceService, observed: Observed, now: datetime, settings: Settings) -> list[Replica]:
     """The replicas that exist. `now` is aware."""
     image, present, found = engine.wanted_image(service, settings), _present(service), []
+    sent_to = _sent_to(observed)
     for obj in observed.children:
         index = meta.replica_index(service.metadata.name, obj["metadata"]["name"])
         if obj["kind"] != "StatefulSet" or index is None:
@@ -42,9 +43,16 @@ def replicas_of(service: InferenceService, observed: Observed, now: datetime, se
                 leaving_for=_leaving_for(obj, observed, now),
                 in_flight=None if None in known else sum(n for n in known if n is not None),
                 going=len(alive) < len(pods),
+                routed=meta.leader_name(name) in sent_to,
             )
         )
     return found
+
+
+def _sent_to(observed: Observed) -> frozenset[str]:
+    """Pods that some router may send a new request to, by the routers' own word."""
+    routers = (p for p in observed.pods if p.component == meta.ROUTER and p.running and not p.terminating)
+    return frozenset[str]().union(*(p.sends_to for p in routers if p.sends_to is not None))
 
 
 def _leaving_for(workload: Object, observed: Observed, now: datetime) -> timedelta | None:

@@ -15,6 +15,10 @@ from kvern_operator.api.types import Rollout
 # router sent just before it learned of the drain needs a moment to show up as in flight.
 ROUTERS_FIRST = timedelta(seconds=1)
 DRAIN_SETTLE = timedelta(seconds=2)
+# A router says itself whom it sends to (Replica.routed). As a rule it has the new list within a second or two, by way
+# of its kubelet; a kubelet that has lost the API server may take half a minute to come back, and without its pod being
+# touched it looks once a minute. Told before that, a replica would refuse what routers know no other place for.
+ROUTERS_PATIENCE = timedelta(seconds=90)
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,17 @@ class Replica:
     leaving_for: timedelta | None = None  # since it was marked to go; None: it stays
     in_flight: int | None = None
     going: bool = False  # some pod of it ends without our doing: evicted, deleted, or its node is lost
+    routed: bool = False  # some router says that it may still send to it
 
     @property
     def leaving(self) -> bool:
         """Marked to go."""
         return self.leaving_for is not None
+
+    def left_by_routers(self) -> bool:
+        """Of one that leaves: no router sends to it any more, or they have had their time."""
+        since = self.leaving_for or timedelta(0)
+        return since >= (ROUTERS_PATIENCE if self.routed else ROUTERS_FIRST)
 
 
 @dataclass(frozen=True)
@@ -125,17 +135,13 @@ def plan_moves(
     return Moves(
         add=_addable(desired, len(new), len(others) + ending, rolling, bounds, known),
         drain=tuple(r.name for r in drain),
-        tell=tuple(r.name for r in leaving if r not in resume and _since(r) >= ROUTERS_FIRST),
+        tell=tuple(r.name for r in leaving if r not in resume and r.left_by_routers()),
         resume=tuple(r.name for r in resume if r not in surplus),
         delete=tuple(sorted(delete)),
         late=frozenset(late),
         replaced=frozenset(replaced),
         wait=min(waits, default=None) if not drain else min([*waits, ROUTERS_FIRST]),
     )
-
-
-def _since(replica: Replica) -> timedelta:
-    return replica.leaving_for if replica.leaving_for is not None else timedelta(0)
 
 
 def _finished(replicas: list[Replica], rollout: Rollout) -> tuple[set[str], set[str], list[timedelta]]:
@@ -146,7 +152,7 @@ def _finished(replicas: list[Replica], rollout: Rollout) -> tuple[set[str], set[
         if replica.leaving_for is None:
             continue
         left = timedelta(seconds=rollout.drain_timeout_seconds) - replica.leaving_for
-        empty = replica.in_flight == 0 and replica.leaving_for >= DRAIN_SETTLE
+        empty = replica.in_flight == 0 and replica.leaving_for >= DRAIN_SETTLE and replica.left_by_routers()
         # One whose pods end already drains by itself; while its StatefulSet is there, another pod would follow.
         if not replica.served or not replica.running or empty or replica.going:
             done.add(replica.name)
@@ -154,7 +160,8 @@ def _finished(replicas: list[Replica], rollout: Rollout) -> tuple[set[str], set[
             done.add(replica.name)
             late.add(replica.name)
         else:
-            steps = [step - replica.leaving_for for step in (ROUTERS_FIRST, DRAIN_SETTLE)]
+            moments = (ROUTERS_FIRST, DRAIN_SETTLE, *((ROUTERS_PATIENCE,) if replica.routed else ()))
+            steps = [moment - replica.leaving_for for moment in moments]
             waits.append(min((step for step in (*steps, left) if step > timedelta(0)), default=left))
     return done, late, waits
 

@@ -1,12 +1,17 @@
 """Asking pods: what is read, when it is asked, and that a hung one holds up nobody."""
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from effects import KEY, until
 
-from kvern_operator.admin import Pace, Prober, Report, Target, read_layout, read_load
+from kvern_operator.admin import Pace, Prober, Report, Target, read_layout, read_load, read_routes
+from kvern_router.fleet import Fleet, Replica
+from kvern_router.replicas import parse_replicas
+from kvern_router.settings import Settings
 
 FAST = Pace(usual=0.05, leaving=0.01, silent=0.02, layout=0.1, timeout=0.3, patience=2)
 
@@ -144,3 +149,48 @@ def test_odd_answers():
     assert read_layout("x", before) == before
     assert read_layout({"feasible": [{"size": 1}]}, before) == before
     assert read_layout({"feasible": []}, before).feasible == ()
+
+
+def a_router_with(listed):
+    """A router's account of the replicas of a file, as its /-/replicas gives it."""
+
+    def never_probed(replica: Replica) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(asyncio.sleep(60))
+
+    fleet = Fleet(Settings(Path("replicas.json")), never_probed)
+    fleet.update(parse_replicas(json.dumps({"replicas": listed})))
+    said = json.loads(json.dumps({"model": fleet.model, "replicas": fleet.describe()}))
+    fleet.close()
+    return said
+
+
+async def test_a_router_says_whom_it_sends_to(prober):
+    ready = {"name": "smol-r0-0", "url": "http://10.0.0.1:8000", "state": "ready"}
+    going = {"name": "smol-r1-0", "url": "http://10.0.0.2:8000", "state": "draining"}
+    said, seen = a_router_with([ready, going]), []
+
+    async def replicas(request):
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response(said)
+
+    app = web.Application()
+    app.router.add_get("/-/replicas", replicas)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        address = f"127.0.0.1:{runner.addresses[0][1]}"
+        prober.watch(KEY, [Target("p-9", "router", 0, address, "", routing=True)], leaving=["p-9"])
+        await until(lambda: prober.reports(KEY)["p-9"].sends_to == {"smol-r0-0"})
+        said = a_router_with([ready | {"state": "draining"}, going])
+        await until(lambda: prober.reports(KEY)["p-9"].sends_to == frozenset())
+        assert prober.changes == [KEY, KEY] and set(seen) == {None}
+    finally:
+        await runner.cleanup()
+    await until(lambda: prober.reports(KEY)["p-9"].sends_to is None)  # it is gone, and not known to have left anybody
+
+
+@pytest.mark.parametrize("answer", [None, [], {}, {"replicas": 3}, {"replicas": [{"name": "a"}]}])
+def test_what_is_no_answer_of_a_router_is_none(answer):
+    with pytest.raises(ValueError, match="no replicas"):
+        read_routes(answer, Report())

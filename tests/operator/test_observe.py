@@ -83,13 +83,22 @@ def test_a_pod_that_does_not_run_says_nothing_and_is_not_asked():
     assert found.observed.pods[0].in_flight is None and found.targets == ()
 
 
-def test_routers_are_not_asked():
-    assert scene([], [pod("smol-router-x", component="router")]).targets == ()
+MARK = {"kvern.dev/draining-since": "2026-01-01T00:00:00+00:00"}
+
+
+def test_routers_are_asked_while_a_replica_leaves_and_see_no_token():
+    router = pod("smol-router-x", "p-9", component="router")
+    assert scene([child("smol-r0")], [pod(), router]).targets[1:] == ()
+    said = Report(sends_to=frozenset({"smol-r0-0"}))
+    found = scene([child("smol-r0", annotations=MARK)], [pod(), router], {"p-9": said})
+    asked = found.targets[1]
+    assert (asked.uid, asked.address, asked.token, asked.routing) == ("p-9", "10.0.0.7:8000", "", True)
+    assert found.leaving == {"p-1", "p-9"}  # both often
+    assert found.observed.pods[1].sends_to == {"smol-r0-0"}
 
 
 def test_pods_of_a_draining_replica_are_leaving():
-    marked = child("smol-r0", annotations={"kvern.dev/draining-since": "2026-01-01T00:00:00+00:00"})
-    assert scene([marked], [pod()]).leaving == {"p-1"}
+    assert scene([child("smol-r0", annotations=MARK)], [pod()]).leaving == {"p-1"}
 
 
 @pytest.mark.parametrize("children", [[], [child("smol-r0", uid="another")]])

@@ -15,7 +15,7 @@ from slow_cluster import BAD, SlowCluster
 from kvern_operator.api.types import Rollout
 from kvern_operator.desired import meta
 from kvern_operator.reconcile import reconcile
-from kvern_operator.rollout import Bounds, Replica, bounds_of, plan_moves
+from kvern_operator.rollout import Bounds, Moves, Replica, bounds_of, plan_moves
 
 
 def spec(n: int, length: object = 256, strategy: str = "Auto", surge: int = 1, away: int = 0, more: str = "") -> str:
@@ -93,6 +93,43 @@ def test_a_replica_of_an_old_revision_comes_back_as_it_was_while_the_new_one_is_
     bad = Replica("b", 1, current=True)
     moves = plan_moves([old, bad], 1, Rollout(strategy="Surge"))
     assert moves.delete == () and moves.drain == ()
+
+
+def test_a_replica_is_told_to_drain_once_the_routers_have_left_it():
+    """Told before, it would refuse what they still send, and they would know no other place for it."""
+
+    def moves(seconds: float, routed: bool) -> Moves:
+        since = timedelta(seconds=seconds)
+        old = Replica("a", 0, current=False, ready=True, served=True, running=True, leaving_for=since, in_flight=0)
+        return plan_moves([replace(old, routed=routed)], 1, Rollout(drain_timeout_seconds=600))
+
+    assert (moves(0.5, routed=False).tell, moves(1, routed=False).tell) == ((), ("a",))
+    assert moves(2, routed=False).delete == ("a",)
+    late = moves(30, routed=True)
+    assert (late.tell, late.delete, late.wait) == ((), (), timedelta(seconds=60))
+    # But not for ever: a router that does not get its list has a kubelet that hangs.
+    given_up = moves(90, routed=True)
+    assert given_up.delete == ("a",) and moves(89, routed=True).delete == ()
+
+
+def test_a_kubelet_that_brings_the_list_late_does_not_leave_the_routers_without_a_replica():
+    cluster, changed = running(2, gpus=4), service(spec(2, 512, surge=2), generation=2)
+    routers = [name for name, pod in cluster.pods.items() if pod.component == meta.ROUTER]
+    assert routers
+    for name in routers:
+        cluster.change(name, sends_to=frozenset({"smol-r0-0", "smol-r1-0"}))
+    for _ in range(6):  # the new ones are ready, the old ones marked
+        cluster.work(changed)
+        cluster.controllers()
+        for name in list(cluster.pods):
+            cluster.load(name)
+        cluster.tick(2)
+    assert {"smol-r0", "smol-r1"} <= set(cluster.replicas) and cluster.leaving("smol-r0") and cluster.leaving("smol-r1")
+    assert not any(cluster.pods[f"smol-r{i}-0"].draining for i in (0, 1)) and cluster.plan(changed).drain == ()
+    for name in routers:
+        cluster.change(name, sends_to=frozenset({"smol-r2-0", "smol-r3-0"}))
+    cluster.settle(changed)
+    assert cluster.replicas == ["smol-r2", "smol-r3"]
 
 
 # ---------------------------------------------------------------- one place a GPU
