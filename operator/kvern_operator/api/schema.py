@@ -36,9 +36,17 @@ COLUMNS = [
     ("Desired", "integer", ".status.desiredReplicas", "Replicas that are wanted", 0),
     ("GPUs", "integer", ".status.capacity.gpus", "GPUs of all replicas", 0),
     ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', "Reason of the condition Ready", 0),
+    (
+        "Scaling",
+        "string",
+        ".status.autoscaling.lastDecision.cause",
+        "Term or limit that decided about the replicas",
+        0,
+    ),
     ("URL", "string", ".status.url", "Base URL for OpenAI clients", 0),
     ("Age", "date", ".metadata.creationTimestamp", "Age", 0),
     ("Message", "string", '.status.conditions[?(@.type=="Ready")].message', "Message of the condition Ready", 1),
+    ("Why", "string", ".status.autoscaling.lastDecision.reason", "The last decision about the replicas", 1),
 ]
 
 

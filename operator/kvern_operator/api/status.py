@@ -40,6 +40,64 @@ class FeasibleSize(KvernModel):
     kv_tokens: Annotated[int, Field(ge=0)] = field(..., "Tokens of KV cache at this size.")
 
 
+class BannedSize(KvernModel):
+    """A size that was tried and taken back."""
+
+    size: Count = field(..., "Tensor-parallel size.")
+    until: Time = field(..., "When it may be tried again.")
+
+
+class LayoutPlan(KvernModel):
+    """How far a change of the size is. A record: whoever leads next reads it and goes on."""
+
+    size: Count = field(..., "Size that is wanted.")
+    phase: Literal["Stable", "Changing", "Verifying"] = field(
+        "Stable", "Changing: on its way to every replica. Verifying: in place and being watched."
+    )
+    before: Count | None = field(None, "Size to go back to.")
+    since: Time | None = field(None, "When the phase began.")
+    returning: bool = field(False, "The change is one that is taken back.")
+    attainment: Annotated[str, Field(max_length=8)] | None = field(
+        None, "Share of requests that kept the SLO before the change."
+    )
+    watched_seconds: Count = field(0, "Seconds of Verifying with figures.")
+    dip_since: Time | None = field(None, "Since when fewer requests keep the SLO than before.")
+    raise_since: Time | None = field(None, "Since when there is a reason for a larger size.")
+    lower_since: Time | None = field(None, "Since when there is a reason for a smaller size.")
+    changes: list[Time] = field(
+        [], "Changes within the last two hours.", max_length=16, extra={"x-kubernetes-list-type": "atomic"}
+    )
+    bans: list[BannedSize] = field(
+        [], "Sizes that were tried and taken back.", max_length=64, extra={"x-kubernetes-list-type": "atomic"}
+    )
+    proven: list[Count] = field(
+        [], "Sizes that have been watched to the end.", max_length=64, extra={"x-kubernetes-list-type": "atomic"}
+    )
+
+
+class LayoutOption(KvernModel):
+    """A size and what the model expects of it."""
+
+    size: Count = field(..., "Tensor-parallel size.")
+    engines: Count = field(..., "Engines of a replica.")
+    replicas: Count | None = field(None, "Replicas that the load would need; none: no number would do.")
+    itl_ms: Annotated[str, Field(max_length=32)] | None = field(None, "ITL that is expected, milliseconds.")
+    why_not: Annotated[str, Field(max_length=256)] = field("", "Why it cannot be chosen.")
+
+
+class LayoutDecision(KvernModel):
+    """What was decided about the size, and why."""
+
+    time: Time = field(..., "When it was taken.")
+    from_: Count = field(..., "Size before.", alias="from")
+    to: Count = field(..., "Size after.")
+    recommended: Count = field(..., "Size that the planner would choose.")
+    reason: Annotated[str, Field(max_length=1024)] = field(..., "Why, in words.")
+    options: list[LayoutOption] = field(
+        [], "All sizes that were weighed.", max_length=64, extra={"x-kubernetes-list-type": "atomic"}
+    )
+
+
 class ParallelismStatus(KvernModel):
     """The layout that runs and the one that is wanted."""
 
@@ -50,6 +108,11 @@ class ParallelismStatus(KvernModel):
         [], "Sizes that the pods report.", max_length=64, extra={"x-kubernetes-list-type": "atomic"}
     )
     last_change_time: Time | None = field(None, "When target last changed.")
+    plan: LayoutPlan | None = field(None, "The planner's record, in modes Recommend and Auto.")
+    last_decision: LayoutDecision | None = field(None, "What was decided last, also that the size stays.")
+    history: list[LayoutDecision] = field(
+        [], "The last ten changes, oldest first.", max_length=10, extra={"x-kubernetes-list-type": "atomic"}
+    )
 
 
 class Capacity(KvernModel):
@@ -68,23 +131,46 @@ Inputs = Annotated[
 ]
 
 
+class Term(KvernModel):
+    """One reason for a number of replicas."""
+
+    name: Annotated[str, Field(max_length=32)] = field(..., "Name of the term; see docs/autoscaling.md.")
+    wanted: Count = field(..., "Replicas that it asks for.")
+    words: Annotated[str, Field(max_length=512)] = field(..., "Its arithmetic.")
+
+
 class Decision(KvernModel):
-    """One change of the number of replicas."""
+    """One decision about the number of replicas."""
 
     time: Time = field(..., "When it was taken.")
     from_: Count = field(..., "Replicas before.", alias="from")
     to: Count = field(..., "Replicas after.")
+    kind: Literal["hold", "up", "down", "wake", "zero", "bounds", "given"] = field(
+        "given", "given: spec.replicas says it; bounds: minReplicas, maxReplicas, a budget or missing nodes do."
+    )
+    cause: Annotated[str, Field(max_length=32)] = field("", "The term or limit that decided, in one word.")
+    wanted: Count | None = field(None, "Replicas that the strongest term asks for.")
     reason: Annotated[str, Field(max_length=1024)] = field(..., "Why, in words.")
     limited_by: ShortText | None = field(None, "What kept it from going further.")
+    terms: list[Term] = field(
+        [], "All reasons that were weighed.", max_length=16, extra={"x-kubernetes-list-type": "atomic"}
+    )
     inputs: Inputs = field({}, "The numbers it was taken from.")
 
 
 class AutoscalingStatus(KvernModel):
     """Decisions about replicas."""
 
-    last_decision: Decision | None = field(None, "The last one.")
+    mode: Literal["Off", "Recommend", "Internal", "External"] = field("Off", "Who decides; see spec.autoscaling.mode.")
+    desired: Count | None = field(None, "Replicas that the autoscaler wants; it decides in mode Internal alone.")
+    recommended: Count | None = field(None, "Replicas that it would want, in mode Recommend.")
+    start_seconds: Count | None = field(None, "Average time from a pod's creation to ready.")
+    last_decision: Decision | None = field(None, "The last one, also one that leaves the number as it is.")
     history: list[Decision] = field(
-        [], "The last ten, oldest first.", max_length=10, extra={"x-kubernetes-list-type": "atomic"}
+        [],
+        "The last ten that changed the number, oldest first.",
+        max_length=10,
+        extra={"x-kubernetes-list-type": "atomic"},
     )
 
 

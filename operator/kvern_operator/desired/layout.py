@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvern_operator.api.status import InferenceServiceStatus
 from kvern_operator.api.types import InferenceServiceSpec
 
 
@@ -55,3 +56,15 @@ def wanted_layout(spec: InferenceServiceSpec) -> Layout:
         fitting = [t for t in range(low, high + 1) if gpus % (t * pipeline) == 0]
         size = fitting[-1] if fitting else 1
     return Layout(size, pipeline, max(gpus // (size * pipeline), 1))
+
+
+def target_layout(spec: InferenceServiceSpec, status: InferenceServiceStatus | None) -> Layout:
+    """The layout that replicas are to have now: in mode Auto the planner's size, as its record in status says, over
+    the devices that the spec gives; else the spec's."""
+    asked = wanted_layout(spec)
+    plan = status.parallelism.plan if status is not None else None
+    if spec.parallelism.tensor.mode != "Auto" or plan is None:
+        return asked
+    if plan.size < 1 or asked.ranks % (plan.size * asked.pipeline):
+        return asked  # of another number of devices
+    return Layout(plan.size, asked.pipeline, asked.ranks // (plan.size * asked.pipeline))
