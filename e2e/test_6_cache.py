@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kit import Client, Object, Service, eventually, get, items, kubectl
+from kit import Client, Object, Service, condition_of, eventually, get, items, kubectl
 
 FAKE_HUB = Path(__file__).parents[1] / "tests" / "engine" / "fetching" / "fake_hub.py"
 # tiny-kjv as the engine's image carries it, under the name of a repository; nothing is in large-file storage, whose
@@ -97,10 +97,15 @@ def test_a_private_model_is_fetched_once_and_served_from_its_claim(
 
     # The hub goes: replicas that start now have all they need.
     kubectl("-n", namespace, "delete", "pod", "hub", "--wait=true")
-    pod = made.pods()[0]["metadata"]["name"]
-    kubectl("-n", namespace, "delete", "pod", pod, "--wait=true", timeout=180)
-    eventually("another pod", lambda: [p for p in made.pods() if p["metadata"]["name"] != pod or True], 60)
-    made.wait_ready(240)
+    (old,) = made.pods()
+    kubectl("-n", namespace, "delete", "pod", old["metadata"]["name"], "--wait=true", timeout=180)
+
+    def another() -> bool:
+        fresh = [p for p in made.pods() if p["metadata"]["uid"] != old["metadata"]["uid"]]
+        return [condition_of(p, "Ready") for p in fresh] == ["True"]
+
+    eventually("another pod is ready", another, 240)
+    made.wait_ready(60)
     assert client.complete(made.url)["text"] == answer["text"]
     (job,) = jobs(made)
     assert job["status"]["succeeded"] == 1
