@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def crds() -> None:
     """The resource's definition, from its own chart."""
     if "kvern-crds" not in helm("list", "-n", kit.OPERATOR_NAMESPACE, "-q"):
-        _make_namespace(kit.OPERATOR_NAMESPACE)
+        make_namespace_of(kit.OPERATOR_NAMESPACE)
         helm("install", "kvern-crds", "charts/kvern-crds", "-n", kit.OPERATOR_NAMESPACE)
     kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvern.dev", "--timeout=30s")
 
@@ -64,7 +64,7 @@ def image_values() -> list[str]:
 def make_namespace_named(prefix: str) -> str:
     """A new namespace that enforces Pod Security `restricted`, for fixtures that outlive a test."""
     name = f"{prefix}-{secrets.token_hex(3)}"
-    _make_namespace(name)
+    make_namespace_of(name)
     return name
 
 
@@ -74,7 +74,8 @@ def drop_namespace(*names: str) -> None:
         kubectl("delete", "namespace", "--ignore-not-found", "--wait=false", *names)
 
 
-def _make_namespace(name: str) -> None:
+def make_namespace_of(name: str) -> None:
+    """A namespace of this name that enforces Pod Security `restricted`; there already is fine."""
     manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": kit.RESTRICTED}}
     kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(manifest))
 
@@ -116,7 +117,7 @@ def service(operator: None, namespace: str) -> Callable[..., Service]:
 def client() -> Client:
     """A pod of another namespace with the openai client; it stays until the cluster goes."""
     made = Client("kvern-e2e-client")
-    _make_namespace(made.namespace)
+    make_namespace_of(made.namespace)
     kubectl("-n", made.namespace, "apply", "--server-side", "-f", "-", stdin=kit.CLIENT_POD)
     kubectl("-n", made.namespace, "wait", "--for=condition=Ready", f"pod/{made.pod}", "--timeout=90s")
     return made

@@ -12,10 +12,10 @@ import nodes
 import pages
 import pytest
 import yaml
-from conftest import image_values
-from kit import Client, CommandError, helm, kubectl
+from conftest import image_values, make_namespace_of
+from kit import Client, CommandError, eventually, helm, kubectl
 
-pytestmark = [pytest.mark.alone, pytest.mark.full]
+pytestmark = [pytest.mark.alone, pytest.mark.full, pytest.mark.timeout(1500)]
 SPACE = ("-n", kit.OPERATOR_NAMESPACE)
 DOCS = kit.ROOT / "docs"
 
@@ -31,18 +31,18 @@ def bare(operator: None, client: Client) -> Iterator[None]:
     everything_away()
     yield
     everything_away()
-    kubectl("create", "namespace", kit.OPERATOR_NAMESPACE)
+    make_namespace_of(kit.OPERATOR_NAMESPACE)
     helm("install", "kvern-crds", "charts/kvern-crds", *SPACE)
     helm("install", "kvern", "charts/kvern", *SPACE, *image_values(), "--wait", "--timeout=3m")
 
 
 def everything_away() -> None:
     """No service, operator, resource or namespace of Kvern's."""
-    kubectl("delete", "infs", "--all", "--all-namespaces", "--timeout=120s", check=False)
+    kubectl("delete", "infs", "--all", "--all-namespaces", "--timeout=120s", timeout=130, check=False)
     for release in ("kvern", "kvern-crds"):
         helm("uninstall", release, *SPACE, "--wait", "--ignore-not-found")
     kubectl("delete", "crd", "inferenceservices.kvern.dev", "--ignore-not-found")
-    kubectl("delete", "namespace", kit.OPERATOR_NAMESPACE, "--ignore-not-found", "--timeout=120s")
+    kubectl("delete", "namespace", kit.OPERATOR_NAMESPACE, "--ignore-not-found", "--timeout=120s", timeout=130)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_operations(bare: None, folder: Path) -> None:
     assert any("healthy" in text or "Phase:" in text for text in said.values()), said
     saved = list(yaml.safe_load_all((folder / "kvern-services.yaml").read_text()))
     assert [item["metadata"]["name"] for item in saved[0]["items"]] == ["smollm2"]
-    assert "inferenceservices" not in kubectl("api-resources", "-o", "name")
+    eventually("the resource is gone", lambda: "inferenceservices" not in kubectl("api-resources", "-o", "name"), 30)
     with pytest.raises(CommandError, match="not found"):
         kubectl("get", "namespace", kit.OPERATOR_NAMESPACE)
     assert "kvern" not in kubectl("get", "clusterroles,clusterrolebindings", "-o", "name")
