@@ -45,6 +45,10 @@ class Pod:
     admin_address: str = ""
     in_flight: int | None = None  # requests running and waiting; None: not known
     feasible: tuple[tuple[int, int], ...] = ()  # (tensor size, tokens of KV cache) as the pod reports them
+    tensor: int | None = None  # the tensor size that it says it has; None: not known, or it is not to be told another
+    switching: bool = False  # it says that a switch to another size is under way
+    refused: tuple[tuple[int, str], ...] = ()  # (tensor size, why): what it would not switch to
+    switch_failed: tuple[int, str] | None = None  # (tensor size, why) of its last switch, where it was taken back
     fetch: Fetch | None = None  # of a download's pod: how far it is; None: not known
     sends_to: frozenset[str] | None = None  # of a router: names of the engine pods that it may send to; None: not known
     device: str = ""  # what it computes on, as it reports it: "cpu", "cuda:0 NVIDIA H200"; "": not known

@@ -15,6 +15,7 @@ from kvern_operator.api.types import InferenceService, InferenceServiceSpec
 from kvern_operator.desired import engine, meta, monitor, network, router, services
 from kvern_operator.desired.layout import Layout, parse_layout, wanted_layout
 from kvern_operator.observed import Object, Observed, Pod
+from kvern_operator.relayout import relaid, to_switch, why_not
 from kvern_operator.replicas import ending, lost_image, pattern, replicas_of, taken_numbers
 from kvern_operator.reporting import Pass, invalid_spec, status_of
 from kvern_operator.rollout import Moves, Replica, plan_moves
@@ -27,13 +28,14 @@ __all__ = ["Plan", "desired_replicas", "invalid_spec", "not_acted_upon", "reconc
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do, in this order: dry_run, apply, resume, drain, delete, then write status.
+    """What to do, in this order: dry_run, apply, resume, drain, switch, delete, then write status.
 
     `apply` holds objects that are missing or differ, `delete` (kind, name) of children. `drain` and `resume` name pods
-    to be told through their admin port (asking twice does no harm). `notes` say what changes and why, for events and
-    logs. `requeue_after` is in seconds; None: nothing to wait for but events. `dry_run` are objects that spec.overrides
-    has a part in and that the API server has not seen: where it refuses one, nothing of the plan is carried out, and
-    another is made with Observed.refusals.
+    to be told through their admin port, `switch` pods and the tensor size that they are to change to while they serve
+    (asking twice does no harm). `notes` say what changes and why, for events and logs. `requeue_after` is in seconds;
+    None: nothing to wait for but events. `dry_run` are objects that spec.overrides has a part in and that the API
+    server has not seen: where it refuses one, nothing of the plan is carried out, and another is made with
+    Observed.refusals.
     """
 
     apply: tuple[Object, ...]
@@ -44,11 +46,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     requeue_after: float | None = None
     dry_run: tuple[Object, ...] = ()
+    switch: tuple[tuple[str, int], ...] = ()
 
     @property
     def empty(self) -> bool:
         """True where there is nothing to do; status may still differ from the last one."""
-        return not (self.apply or self.delete or self.drain or self.resume)
+        return not (self.apply or self.delete or self.drain or self.resume or self.switch)
 
 
 def desired_replicas(spec: InferenceServiceSpec) -> int:
@@ -93,10 +96,17 @@ def _new_names(service: InferenceService, taken: Iterable[int], count: int) -> l
 
 
 def _replica_objects(
-    service: InferenceService, observed: Observed, moves: Moves, names: list[str], now: datetime, settings: Settings
+    service: InferenceService,
+    observed: Observed,
+    moves: Moves,
+    names: list[str],
+    present: frozenset[str],
+    now: datetime,
+    settings: Settings,
 ) -> list[Object]:
     """StatefulSets and layouts that shall exist. Those that run are kept as they are: a template is frozen with its
-    revision, whatever a newer operator would build."""
+    revision, whatever a newer operator would build. `present`: those that have the present layout, or take it as they
+    run."""
     wanted = []
     for live in observed.children:
         (kind, name), obj = meta.key(live), meta.as_applied(live)
@@ -107,6 +117,9 @@ def _replica_objects(
         elif name in moves.resume:
             obj = meta.with_annotations(obj, **{meta.DRAINING_SINCE: None})
         layout = parse_layout(meta.annotation(obj, meta.LAYOUT)) or wanted_layout(service.spec)
+        if name in present and relaid(live, wanted_layout(service.spec), observed.pods):
+            layout = wanted_layout(service.spec)
+            obj = meta.with_annotations(obj, **{meta.LAYOUT: str(layout)})
         wanted += [obj, *_beside(service, name, layout, obj["spec"]["replicas"])]
     model = pattern(service, observed)
     for name in names:
@@ -210,10 +223,13 @@ def reconcile(service: InferenceService, observed: Observed, now: datetime, sett
     leaving = frozenset((marked | set(moves.drain)) - set(moves.resume))
 
     wanted = _surroundings(service, observed, leaving, names, desired, settings)
-    wanted += _replica_objects(service, observed, moves, names, exact, settings)
+    present = frozenset(r.name for r in replicas if r.current) - leaving
+    wanted += _replica_objects(service, observed, moves, names, present, exact, settings)
     stamped = [meta.stamped(obj) for obj in meta.in_creation_order(wanted)]
     live = {meta.key(obj): obj for obj in observed.children}
     keys = {meta.key(obj) for obj in stamped}
+    started = _started(stamped, names)
+    switch = () if service.spec.rollout.paused else to_switch(wanted_layout(service.spec), present, observed.pods)
     obsolete = [k for k, obj in live.items() if k not in keys and not _outlives(obj)]
     return Plan(
         apply=tuple(obj for obj in stamped if meta.differs(obj, live.get(meta.key(obj)))),
@@ -221,11 +237,21 @@ def reconcile(service: InferenceService, observed: Observed, now: datetime, sett
         delete=tuple(sorted(obsolete, key=lambda k: (-meta.KINDS.index(k[0]), k[1]))),
         drain=_to_tell(observed.pods, moves.tell, draining=True),
         resume=_to_tell(observed.pods, {r.name for r in replicas} - leaving, draining=False),
+        switch=switch,
         status=status_of(Pass(service, observed, replicas, desired, now, settings, (*not_acted_upon(service.spec),))),
-        notes=tuple(_notes(service, replicas, moves, _started(stamped, names), desired)),
+        notes=(
+            *_relayout_notes(observed, switch),
+            *_notes(service, observed, replicas, moves, started, desired),
+        ),
         requeue_after=moves.wait.total_seconds() if moves.wait is not None else None,
         dry_run=tuple(_to_dry_run(service, observed, free_name, settings)),
     )
+
+
+def _relayout_notes(observed: Observed, switch: Iterable[tuple[str, int]]) -> Iterable[str]:
+    before = {p.name: p.tensor for p in observed.pods}
+    for name, size in switch:
+        yield f"changing pod {name} from tensor size {before[name]} to {size} while it serves"
 
 
 def _moves(
@@ -275,8 +301,14 @@ def _started(objects: Iterable[Object], names: list[str]) -> list[Object]:
 
 
 def _notes(
-    service: InferenceService, replicas: list[Replica], moves: Moves, started: list[Object], desired: int
+    service: InferenceService,
+    observed: Observed,
+    replicas: list[Replica],
+    moves: Moves,
+    started: list[Object],
+    desired: int,
 ) -> Iterable[str]:
+    size, by_owner = wanted_layout(service.spec).tensor, {p.owner: p for p in observed.pods}
     by_name = {r.name: r for r in replicas}
     revision = engine.revision(service.spec)
     wanted = f"{desired} replica{' is' if desired == 1 else 's are'} wanted"
@@ -285,6 +317,8 @@ def _notes(
     for name in moves.drain:
         replica = by_name[name]
         why = wanted if replica.current else f"revision {revision} replaces it"
+        if reason := why_not(by_owner[name], size) if name in by_owner and not replica.current else "":
+            why = f"it cannot change to tensor size {size} while it serves: {reason}"
         load = "unknown" if replica.in_flight is None else str(replica.in_flight)
         yield f"draining replica {name} ({load} in flight): {why}"
     for name in moves.resume:

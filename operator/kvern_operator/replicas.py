@@ -8,6 +8,7 @@ from kvern_operator.api.types import InferenceService
 from kvern_operator.desired import engine, meta
 from kvern_operator.desired.layout import wanted_layout
 from kvern_operator.observed import Notice, Object, Observed, Pod
+from kvern_operator.relayout import has_layout
 from kvern_operator.rollout import Replica
 from kvern_operator.settings import Settings
 
@@ -20,7 +21,7 @@ LOST_AFTER = timedelta(seconds=60)
 
 def replicas_of(service: InferenceService, observed: Observed, now: datetime, settings: Settings) -> list[Replica]:
     """The replicas that exist. `now` is aware."""
-    image, present, found = engine.wanted_image(service, settings), _present(service), []
+    image, found = engine.wanted_image(service, settings), []
     sent_to = _sent_to(observed)
     for obj in observed.children:
         index = meta.replica_index(service.metadata.name, obj["metadata"]["name"])
@@ -34,7 +35,7 @@ def replicas_of(service: InferenceService, observed: Observed, now: datetime, se
             Replica(
                 name=name,
                 index=index,
-                current=_made_as(obj) == present and not lost_image(pods, obj, image),
+                current=_is_present(service, obj, pods) and not lost_image(pods, obj, image),
                 ready=len(alive) >= size and all(p.ready for p in alive),
                 served=any(p.served for p in pods),
                 running=any(p.running for p in pods),
@@ -135,6 +136,16 @@ def wants_room(service: InferenceService, observed: Observed) -> bool:
 def _present(service: InferenceService) -> tuple[str, str]:
     """The revision and the layout that replicas are to have."""
     return engine.revision(service.spec), str(wanted_layout(service.spec))
+
+
+def _is_present(service: InferenceService, workload: Object, pods: list[Pod]) -> bool:
+    """Whether a replica is of the present revision and has the present layout, or can take it as it runs."""
+    spec, made = service.spec, _made_as(workload)
+    if made[0] != engine.revision(spec):
+        return False
+    if made[1] == str(wanted_layout(spec)) and not pods:
+        return True
+    return has_layout(workload, wanted_layout(spec), pods, planned=spec.parallelism.tensor.mode == "Auto")
 
 
 def _made_as(workload: Object) -> tuple[str, str]:

@@ -26,8 +26,9 @@ from kvern_operator.causes import Surroundings
 from kvern_operator.conditions import View, compute, condition
 from kvern_operator.desired import engine, meta, services
 from kvern_operator.desired.cache import is_complete
-from kvern_operator.desired.layout import Layout, parse_layout, wanted_layout
+from kvern_operator.desired.layout import Layout, wanted_layout
 from kvern_operator.observed import Notice, Observed, Pod
+from kvern_operator.relayout import present_layout
 from kvern_operator.replicas import marked_at
 from kvern_operator.rollout import Replica
 from kvern_operator.settings import Settings
@@ -54,7 +55,7 @@ def status_of(found: Pass) -> InferenceServiceStatus:
     spec, layout = service.spec, wanted_layout(service.spec)
     sets = {o["metadata"]["name"]: o for o in observed.children if o["kind"] == "StatefulSet"}
     ready = [r for r in found.replicas if r.ready and not r.leaving]
-    parsed = (parse_layout(meta.annotation(sets[r.name], meta.LAYOUT)) for r in ready)
+    parsed = (present_layout(sets[r.name], observed.pods) for r in ready)
     layouts = frozenset(x for x in parsed if x is not None)
     view = _view(found, layout, layouts, len(ready))
     revisions = {sets[r.name]["metadata"]["labels"].get(meta.REVISION_LABEL) for r in ready}

@@ -68,6 +68,7 @@ class FakeCluster:
     status: object = None
     spare: int | None = None
     deleted: list[str] = field(default_factory=list)
+    told: list[tuple[str, int]] = field(default_factory=list)  # pods that were told a tensor size
     _uid: int = 0
 
     def observed(self) -> Observed:
@@ -84,6 +85,9 @@ class FakeCluster:
             self.pods[name] = replace(self.pods[name], draining=True, ready=False)
         for name in plan.resume:
             self.pods[name] = replace(self.pods[name], draining=False, ready=True)
+        for name, size in plan.switch:
+            self.told.append((name, size))
+            self.pods[name] = replace(self.pods[name], switching=True)
         for key in plan.delete:
             del self.objects[key]
             self.deleted.append(key[1])

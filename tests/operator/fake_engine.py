@@ -3,7 +3,8 @@
     fake_engine.py serve MODEL --port N --admin-port N --admin-token-file FILE --served-model-name NAME ...
 
 FAKE_CONTROL names a JSON file that is read at every request and at start: `load` (seconds), `exit` (code to end with at
-start, after printing `say`), `healthy`, `chunks` and `pause` of an answer. Like the engine it drains on SIGTERM.
+start, after printing `say`), `healthy`, `chunks` and `pause` of an answer, `switch` (seconds that a change of layout
+takes), `fail` (why it is given up), `refuse` (why it is not begun). Like the engine it drains on SIGTERM.
 """
 
 import json
@@ -25,6 +26,7 @@ class State:
     ready_at = 0.0
     draining = terminating = False
     in_flight = 0
+    tensor, switched_at, told = int(os.environ.get("KVERN_TENSOR_PARALLEL_SIZE", 1)), 0.0, []
     lock = threading.Lock()
 
 
@@ -63,7 +65,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-        if self.admin:
+        if self.admin and self.path == "/admin/layout":
+            self.change_layout(body)
+        elif self.admin:
             if self.allowed():
                 State.draining = True
             self.admin_answer()
@@ -79,9 +83,18 @@ class Handler(BaseHTTPRequestHandler):
         if not self.allowed():
             self.answer(401, {})
         elif self.path == "/admin/layout":
-            self.answer(200, {"current": 1, "feasible": [{"size": 1, "kvTokens": 4096}]})
+            self.answer(200, layout())
         else:
             self.answer(200, {"draining": State.draining, "in_flight": State.in_flight})
+
+    def change_layout(self, body: dict) -> None:
+        why = control().get("refuse", "")
+        if not self.allowed() or why:
+            self.answer(400 if why else 401, {"error": {"message": why, "code": "layout_not_feasible"}})
+            return
+        State.told.append((body["tensor"], body["generation"]))
+        State.tensor, State.switched_at = body["tensor"], time.monotonic() + control().get("switch", 0)
+        self.answer(202, layout())
 
     def stream(self, body: dict) -> None:
         with State.lock:
@@ -106,6 +119,24 @@ class Handler(BaseHTTPRequestHandler):
         data = text.encode()
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         self.wfile.flush()
+
+
+def layout() -> dict:
+    """Sizes up to the devices of the pod; the last switch is over after `switch` seconds, or was given up (`fail`)."""
+    devices = int(os.environ.get("KVERN_TENSOR_PARALLEL_SIZE", 1)) * int(os.environ.get("KVERN_DATA_PARALLEL_SIZE", 1))
+    over, before = time.monotonic() >= State.switched_at, int(os.environ.get("KVERN_TENSOR_PARALLEL_SIZE", 1))
+    records, why = [], control().get("fail", "")
+    if State.told and over:
+        size, generation = State.told[-1]
+        outcome = {"outcome": "RolledBack", "reason": why} if why else {"outcome": "Switched", "reason": ""}
+        records = [{"to": size, "generation": generation, **outcome}]
+    return {
+        "current": before if why or not over else State.tensor,
+        "phase": "Stable" if over else "Resharding",
+        "feasible": [{"size": n, "kvTokens": 4096} for n in (1, 2, 4) if n <= devices],
+        "last": records,
+        "told": State.told,
+    }
 
 
 def closed() -> bool:

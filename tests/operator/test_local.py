@@ -482,3 +482,30 @@ async def test_proxy_variables_do_not_reach_loopback_traffic(make_up, monkeypatc
     up = make_up().start()
     await up.ready()
     assert await up.say("x") == "fake-model: x 0 1"
+
+
+TWO = "  resources: {gpusPerPod: 4}\n  parallelism: {tensor: {size: %d}}\n"
+
+
+async def test_a_tensor_size_that_changes_in_the_file_changes_in_the_pod_that_runs(make_up):
+    up = make_up()
+    manifest = MANIFEST.replace("  resources: {gpusPerPod: 0}\n", "")
+    up.file.write_text(manifest + TWO % 4)
+    up.runner._service = up.runner._adopt(load_file(up.file), 1)
+    up.control(switch=0.5)
+    up.start()
+    await up.ready()
+    pid = up.pods()[0]["pid"]
+    up.file.write_text(manifest + TWO % 2)
+    await up.until(lambda: any("from tensor size 4 to 2 while it serves" in line for line in up.view.said))
+    await up.until(lambda: up.condition("ParallelismStable")["message"] == "tensor size 4, wanted 2")
+    await up.until(lambda: up.condition("ParallelismStable")["message"] == "tensor size 2 on every ready replica")
+    assert up.pods()[0]["pid"] == pid and up.pods()[0]["restarts"] == 0
+    layout = (up.state.path / "volumes" / "configmap-fake-r0-layout" / "KVERN_TENSOR_PARALLEL_SIZE").read_text()
+    assert layout == "2", "what a restart would begin with"
+    up.control(refuse="this pod has a pipeline")
+    up.file.write_text(manifest + TWO % 1)
+    await up.until(lambda: any(p["replica"] == "fake-r1" for p in up.pods()))
+    await up.until(lambda: len(up.pods()) == 1 and up.condition("Ready")["status"] == "True")
+    why = "it cannot change to tensor size 1 while it serves: this pod has a pipeline"
+    assert f"draining replica fake-r0 (0 in flight): {why}" in up.view.said

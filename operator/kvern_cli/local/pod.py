@@ -20,6 +20,7 @@ from kvern_cli.local.process import ChildProcess
 from kvern_operator.desired.meta import FETCH, ROUTER
 from kvern_operator.observed import Fetch, Object, Pod
 from kvern_operator.pods import read_fetch
+from kvern_operator.relayout import SaidLayout, read_layout
 from kvern_operator.waiting import wait_or_timeout
 
 
@@ -36,6 +37,7 @@ class Timing:
 
 # Chooses ports and GPUs for one start: (launch, name -> port). Raises Unschedulable or OSError.
 MakeLaunch = Callable[[], tuple[Launch, dict[str, int]]]
+_LAYOUT_SECONDS = 5.0  # how often it is asked for its layout while nothing changes
 
 
 class Unschedulable(Exception):
@@ -80,7 +82,8 @@ class LocalPod:
         self._reason = self._message = self._last_log = ""
         self._crashes = 0  # ends in a row that came soon after a start
         self._in_flight: int | None = None
-        self._feasible: tuple[tuple[int, int], ...] = ()
+        self._layout = SaidLayout()
+        self._refused: dict[int, str] = {}  # tensor sizes that it would not change to
         self._telling: asyncio.Task[None] | None = None
         self._fetch: Fetch | None = None
         self.succeeded = False  # a Job's pod that has ended well
@@ -103,7 +106,11 @@ class LocalPod:
             address=f"{LOOPBACK}:{self.ports['http']}" if "http" in self.ports else "",
             admin_address=f"{LOOPBACK}:{self.ports['admin']}" if "admin" in self.ports else "",
             in_flight=self._in_flight if self._process is not None else None,
-            feasible=self._feasible,
+            feasible=self._layout.feasible,
+            tensor=self._layout.tensor,
+            switching=self._layout.switching,
+            refused=tuple(self._refused.items()),
+            switch_failed=self._layout.failed,
             restarts=self.restarts,
             reason=self._reason,
             message=self._message,
@@ -125,6 +132,8 @@ class LocalPod:
             return f"{self._reason}: {code}{self._message}" if self._reason else "starting"
         if self._draining:
             return "draining" + (f", {self._in_flight} in flight" if self._in_flight is not None else "")
+        if self._layout.switching:
+            return f"changing its layout ({self._layout.phase})"
         if self._ready:
             return "ready"
         if self._served:
@@ -191,7 +200,7 @@ class LocalPod:
     def _reset(self) -> None:
         self._process = None
         self._ready = self._served = self._draining = False
-        self._in_flight, self.pid, self._feasible = None, 0, ()
+        self._in_flight, self.pid, self._layout, self._refused = None, 0, SaidLayout(), {}
 
     def _mark_log(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -253,9 +262,12 @@ class LocalPod:
         readiness, liveness = container["readinessProbe"], container.get("livenessProbe")
         unready = dead = 0
         next_liveness = time.monotonic() + (liveness or {}).get("periodSeconds", 10)
-        await self._ask_layout()
+        next_layout = 0.0
         while True:
             await self._ask_load()
+            if self._layout.switching or time.monotonic() >= next_layout:
+                next_layout = time.monotonic() + _LAYOUT_SECONDS
+                await self._ask_layout()
             unready = 0 if await self._probe(readiness) else unready + 1
             patient = self._ready and not self._draining and unready < readiness.get("failureThreshold", 3)
             ready = unready == 0 or patient
@@ -292,15 +304,19 @@ class LocalPod:
         if "admin" not in self.ports:
             return None
         try:
-            response = await self._client.request(
-                method,
-                f"http://{LOOPBACK}:{self.ports['admin']}{path}",
-                headers={"Authorization": f"Bearer {self._token()}"},
-                timeout=5,
-            )
+            response = await self._send(method, path)
             return response.json() if response.is_success else None
         except (httpx.HTTPError, ValueError):
             return None
+
+    async def _send(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        return await self._client.request(
+            method,
+            f"http://{LOOPBACK}:{self.ports['admin']}{path}",
+            json=body,
+            headers={"Authorization": f"Bearer {self._token()}"},
+            timeout=5,
+        )
 
     async def _watch_fetch(self) -> None:
         while True:
@@ -319,10 +335,13 @@ class LocalPod:
             self._changed()
 
     async def _ask_layout(self) -> None:
-        answer = await self._admin("GET", "/admin/layout")
-        sizes = answer.get("feasible", []) if isinstance(answer, dict) else []
-        self._feasible = tuple((int(s["size"]), int(s["kvTokens"])) for s in sizes)
-        self._changed()
+        self._take_layout(await self._admin("GET", "/admin/layout"))
+
+    def _take_layout(self, answer: Any) -> None:
+        said = read_layout(answer)
+        if said is not None and said != self._layout:
+            self._layout = said
+            self._changed()
 
     def tell(self, *, draining: bool) -> None:
         """Ask it to drain, or not to any more; one question at a time. What came of it shows in `observed()`."""
@@ -335,6 +354,26 @@ class LocalPod:
             self._draining = bool(answer.get("draining", draining))
             self._in_flight = answer.get("in_flight", self._in_flight)
             self._changed()
+
+    def switch(self, tensor: int) -> None:
+        """Ask it to change its tensor size while it serves; one question at a time."""
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._switch(tensor))
+
+    async def _switch(self, tensor: int) -> None:
+        body = {"tensor": tensor, "generation": self._layout.generation_for(tensor)}
+        try:
+            response = await self._send("POST", "/admin/layout", body)
+            answer = response.json()
+            if response.status_code == 400:
+                self._refused[tensor] = str(answer["error"]["message"])
+                self._changed()
+            elif response.is_success:
+                self._take_layout(answer)
+            else:  # somebody else has asked for something: look, and reconcile asks again
+                await self._ask_layout()
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return
 
     # ------------------------------------------------------------ its end
 

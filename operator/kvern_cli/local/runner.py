@@ -179,6 +179,8 @@ class Runner:
             self._cluster.pods[name].tell(draining=False)
         for name in plan.drain:
             self._cluster.pods[name].tell(draining=True)
+        for name, size in plan.switch:
+            self._cluster.pods[name].switch(size)
         for key in plan.delete:
             self._cluster.delete(key)
         self._cluster.sync()
