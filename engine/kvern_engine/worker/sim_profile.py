@@ -27,7 +27,9 @@ class SimProfile:
     (launches, norms, sampling), and reduce twice a layer: `all_reduce_seconds` + `all_reduce_token_seconds` a token
     with two ranks; a ring of N sends 2 (N - 1) / N times the bytes. A pipeline stage takes the time of its layers, and
     `hand_over_seconds` + `hand_over_token_seconds` a token pass until the next one has its input. A change of the
-    layout takes `group_seconds` for new groups and moves weights and KV at `peer_bytes_per_second`.
+    layout takes `group_seconds` for new groups and `build_seconds` for what is not a transfer (a second model, its
+    arena, the first graphs), and moves weights and KV at `peer_bytes_per_second`; what a rank has itself it copies at
+    `copy_bytes_per_second`. `kv_seconds` is what moving KV takes before the first byte.
     """
 
     name: str
@@ -50,7 +52,10 @@ class SimProfile:
     hand_over_seconds: float = 0.0
     hand_over_token_seconds: float = 0.0
     group_seconds: float = 0.0
+    build_seconds: float = 0.0
+    kv_seconds: float = 0.0
     peer_bytes_per_second: float = 1e11
+    copy_bytes_per_second: float = 1e12
     eos_probability: float = 0.0
     fit: str = ""
 
@@ -62,10 +67,9 @@ class SimProfile:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"sim profile {self.name}: {name} must be above 0, got {getattr(self, name)}")
-        if self.peer_bytes_per_second <= 0:
-            raise ValueError(
-                f"sim profile {self.name}: peer_bytes_per_second must be above 0, got {self.peer_bytes_per_second}"
-            )
+        for name in ("peer_bytes_per_second", "copy_bytes_per_second"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"sim profile {self.name}: {name} must be above 0, got {getattr(self, name)}")
         if self.replicated_seconds > self.step_seconds:
             raise ValueError(
                 f"sim profile {self.name}: replicated_seconds must be at most step_seconds ({self.step_seconds}), "

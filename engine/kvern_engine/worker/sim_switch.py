@@ -28,15 +28,15 @@ class SimReformed:
         self.worker = SimWorker(config, before.rank, clock=before._clock, sleep=before._sleep, like=before)
         self.ready = self.worker.load()
         profile = before.profile
-        received = max(0, profile.rank_weight_bytes(after) - profile.rank_weight_bytes(before.layout))
-        self.seconds = {
-            "groups": profile.group_seconds / config.sim_speed,
-            "weights": received / profile.peer_bytes_per_second / config.sim_speed,
-        }
+        has, wants = profile.rank_weight_bytes(before.layout), profile.rank_weight_bytes(after)
+        received = max(0, wants - has)
+        moved = received / profile.peer_bytes_per_second + (wants - received) / profile.copy_bytes_per_second
+        parts = {"groups": profile.group_seconds, "build": profile.build_seconds, "weights": moved}
+        self.seconds = {name: seconds / config.sim_speed for name, seconds in parts.items()}
         before._sleep(sum(self.seconds.values()))
 
     def move_kv(self, moves: Sequence[tuple[int, int, list[tuple[int, int]]]]) -> dict[str, float]:
-        """Sleeps for as long as the rank's part of these blocks would take, without what it has itself."""
+        """Sleeps for as long as the rank's part of these blocks would take."""
         before, after = self._before, self.worker
         profile, rank = before.profile, before.rank
         size = before.config.block_size * profile.rank_kv_bytes_per_token(after.layout)
@@ -45,10 +45,12 @@ class SimReformed:
         wants = even_slice(profile.kv_heads, after.layout.tensor, place)
         has = even_slice(profile.kv_heads, before.layout.tensor, place_was)
         own = max(0, min(wants.stop, has.stop) - max(wants.start, has.start)) / max(1, wants.count)
-        received = 0.0
+        received = copied = 0.0
         for old, new, pairs in moves:
             if new == engine:
+                copied += len(pairs) * size * (own if old == was else 0)
                 received += len(pairs) * size * (1 - own if old == was else 1)
-        seconds = received / profile.peer_bytes_per_second / before.config.sim_speed
+        seconds = profile.kv_seconds + received / profile.peer_bytes_per_second + copied / profile.copy_bytes_per_second
+        seconds /= before.config.sim_speed
         before._sleep(seconds)
         return {"kv": seconds}
