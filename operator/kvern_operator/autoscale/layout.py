@@ -45,7 +45,8 @@ class Sizes:
 class Look:
     """What is seen of the layout. `size`: that of all ready replicas, None while they differ or none is ready. `kv`:
     (size, tokens a replica) of the sizes it can have. `attainment`: share of the latest requests that kept the SLO;
-    None: not known. `preempted`: preemptions a finished request, over the last minute."""
+    None: not known. `preempted`: preemptions a finished request, over the last minute. `failed`: why the size that is
+    wanted could not be taken; "" where it could, or is not tried yet."""
 
     now: float
     size: int | None
@@ -54,6 +55,7 @@ class Look:
     pipeline: int = 1
     attainment: float | None = None
     preempted: float = 0.0
+    failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -336,7 +338,12 @@ def _not_now(sizes: Sizes, look: Look, state: State, best: Option) -> str:
 
 
 def _changing(look: Look, state: State) -> tuple[LayoutDecision, State]:
-    """Until every ready replica has the size. One that is taken back, or to a proven size, is done with that."""
+    """Until every ready replica has the size. One that is taken back, or to a proven size, is done with that. One that
+    fails on a replica is taken back from all; one that fails while it is taken back goes on: there is no third way."""
+    if look.failed and look.size != state.size and not state.returning and state.before is not None:
+        words = f"size {state.size} could not be taken: {look.failed}; back to {state.before}, not again for six hours"
+        back = _back(look, state, state.before)
+        return LayoutDecision(back.size, back.size, True, words), back
     if look.size != state.size:
         return _stay(state, f"changing from size {state.before} to {state.size}"), state
     if state.returning or state.size in state.proven or state.before is None:
@@ -360,20 +367,25 @@ def _verifying(sizes: Sizes, look: Look, state: State) -> tuple[LayoutDecision, 
             f"SLO attainment fell from {base:.1%} to {look.attainment:.1%} at size {state.size}: back to "
             f"{state.before}, and not again within six hours"
         )
-        back = replace(
-            state,
-            size=state.before,
-            phase="Changing",
-            before=state.size,
-            since=look.now,
-            returning=True,
-            dip_since=None,
-            changes=(*state.changes, look.now),
-            bans=(*state.bans, (state.size, look.now + BAN_SECONDS)),
-        )
+        back = _back(look, state, state.before)
         return LayoutDecision(back.size, back.size, True, words), back
     if watched >= sizes.verify:
         proven = tuple(sorted({*state.proven, state.size, *([state.before] if state.before else [])}))
         done = replace(state, phase="Stable", before=None, since=look.now, proven=proven)
         return _stay(done, f"size {state.size} has proven itself"), done
     return _stay(state, f"size {state.size} is being watched: {watched:.0f} of {sizes.verify:.0f} s"), state
+
+
+def _back(look: Look, state: State, before: int) -> State:
+    """On the way back, the size that failed banned."""
+    return replace(
+        state,
+        size=before,
+        phase="Changing",
+        before=state.size,
+        since=look.now,
+        returning=True,
+        dip_since=None,
+        changes=(*state.changes, look.now),
+        bans=(*state.bans, (state.size, look.now + BAN_SECONDS)),
+    )

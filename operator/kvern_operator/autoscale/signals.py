@@ -207,6 +207,24 @@ class Signals:
             longest=self._longest(),
         )
 
+    def attainment(self, itl_slo: float | None, ttft_slo: float | None, now: float) -> float | None:
+        """Share of the last minute's tokens and first tokens that came within the SLO, of the two the smaller one; None
+        where there is no SLO, or nothing came."""
+        fresh = [past for past in self._pods.values() if past and now - past[-1].at <= STALE]
+        shares = []
+        if itl_slo is not None:
+            shares.append(_within(_summed(_less(p[-1].itl, p[0].itl) for p in fresh), itl_slo))
+        if ttft_slo is not None:
+            shares.append(_within(_summed(_less(p[-1].ttft, p[0].ttft) for p in fresh), ttft_slo))
+        return min((share for share in shares if share is not None), default=None)
+
+    def preempted(self, now: float) -> float:
+        """Preemptions a request that ended, over the last minute."""
+        fresh = [past for past in self._pods.values() if past and now - past[-1].at <= STALE]
+        lost = sum(max(past[-1].preemptions - past[0].preemptions, 0.0) for past in fresh)
+        ended = sum(past[-1].finished - past[0].finished for past in fresh)
+        return lost / max(ended, 1.0)
+
     def _longest(self) -> float:
         """The 99.9th percentile of input plus that of output tokens: no request is likely to be longer."""
         found = 0.0
@@ -216,6 +234,20 @@ class Signals:
             )
             found += quantile(0.999, buckets) or 0.0
         return found
+
+
+def _within(buckets: Sequence[tuple[float, float]], limit: float) -> float | None:
+    """Share of what was counted that lies at or below the limit, interpolated within its bucket."""
+    total = buckets[-1][1] if buckets else 0.0
+    if total <= 0:
+        return None
+    below, lower = 0.0, 0.0
+    for bound, count in buckets:
+        if limit < bound:
+            inside = 0.0 if math.isinf(bound) else (limit - lower) / (bound - lower)
+            return (below + (count - below) * inside) / total
+        below, lower = count, bound
+    return 1.0
 
 
 def _rate(past: Sequence[Scrape], shortest: float = SHORTEST) -> float:

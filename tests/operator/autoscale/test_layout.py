@@ -283,3 +283,19 @@ def test_any_history_keeps_to_the_sizes_and_to_two_changes_in_two_hours(history,
                 changes.append(now)
                 assert sum(now - t < CHANGE_WINDOW for t in changes) <= MOST_CHANGES
             assert (8 // made.target) * made.target == 8
+
+
+def test_a_change_that_fails_on_a_replica_is_taken_back_and_banned():
+    changing = State(4, "Changing", before=2, since=0.0, changes=(0.0,))
+    view = seen(30.0)
+    made, state = plan(AUTO, LIMITS, view, look(30.0, size=None), changing)
+    assert not made.changed and state == changing  # nothing has failed yet
+    made, back = plan(AUTO, LIMITS, view, look(30.0, size=None, failed="a worker has too little memory"), changing)
+    assert made.changed and made.target == 2 and "a worker has too little memory" in made.reason
+    assert (back.phase, back.size, back.returning, back.changes) == ("Changing", 2, True, (0.0, 30.0))
+    assert back.bans == ((4, 30.0 + BAN_SECONDS),)
+    # What fails on the way back is tried on: nothing else is known to work.
+    made, again = plan(AUTO, LIMITS, view, look(40.0, size=None, failed="no answer"), back)
+    assert not made.changed and again == back
+    _, done = plan(AUTO, LIMITS, view, look(50.0, size=2), back)
+    assert (done.phase, done.size) == ("Stable", 2)

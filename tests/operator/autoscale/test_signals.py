@@ -119,3 +119,26 @@ def test_what_routers_hold_is_known_only_from_all_of_them():
     assert held_of([(2.0, 500.0), (1.0, 100.0)]) == Held(3.0, 600.0)
     assert held_of([(2.0, 500.0), None]) is None
     assert held_of([]) == Held(0.0, 0.0)
+
+
+def test_the_share_of_answers_that_kept_the_slo():
+    signals = Signals()
+    assert signals.attainment(0.05, 1.0, 0.0) is None
+    itl, ttft = ((0.05, 0.0), (0.1, 0.0), (math.inf, 0.0)), ((0.5, 0.0), (1.0, 0.0), (math.inf, 0.0))
+    signals.add(scrape(0.0, itl=itl, ttft=ttft))
+    itl, ttft = ((0.05, 60.0), (0.1, 100.0), (math.inf, 100.0)), ((0.5, 9.0), (1.0, 9.0), (math.inf, 10.0))
+    signals.add(scrape(5.0, itl=itl, ttft=ttft))
+    assert signals.attainment(0.05, None, 5.0) == pytest.approx(0.6)
+    assert signals.attainment(0.075, None, 5.0) == pytest.approx(0.8)  # half of its bucket
+    assert signals.attainment(0.075, 1.0, 5.0) == pytest.approx(0.8)
+    assert signals.attainment(0.1, 2.0, 5.0) == pytest.approx(0.9)  # beyond the last bound nothing is known to be kept
+    assert signals.attainment(None, None, 5.0) is None
+    assert signals.attainment(0.05, 1.0, 5.1 + STALE) is None
+
+
+def test_preemptions_a_request():
+    signals = Signals()
+    signals.add(scrape(0.0, preemptions=5.0, finished=100.0))
+    signals.add(scrape(10.0, preemptions=9.0, finished=140.0))
+    assert signals.preempted(10.0) == pytest.approx(0.1)
+    assert signals.preempted(10.1 + STALE) == 0.0
