@@ -48,7 +48,7 @@ layers: $(VENV)/.installed-test  ## import-linter: who may import whom
 # Two files at a time fill two cores, and tests with real processes wait for real seconds: the few that failed beside
 # others run once more alone, named, and what fails alone fails.
 unit: $(VENV)/.installed-test  ## pytest, two files at a time
-	@$(BIN)/pytest -q -n 2 --dist loadfile || { code=$$?; [ $$code = 1 ] && tools/again.sh $(BIN)/pytest; }
+	@$(BIN)/pytest -q -n 2 --dist loadfile || { code=$$?; [ $$code = 1 ] && tools/again.sh 5 $(BIN)/pytest; }
 
 cluster:  ## a kind cluster with the images loaded; e2e/README.md
 	@e2e/cluster/cluster.sh up

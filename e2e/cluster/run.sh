@@ -1,6 +1,7 @@
 #!/bin/bash
 # run.sh [PYTEST ARGUMENTS]: make e2e. A cluster, the images, the tests, and all of it taken away again; at the end the
-# time of each stage. KVERN_E2E_KEEP=1 leaves the cluster as it is.
+# time of each stage. KVERN_E2E_KEEP=1 leaves the cluster as it is. KVERN_E2E_FULL=1: make e2e-full, with the tests that
+# take long, and then, without a cluster, the scale figures.
 . "$(dirname "$0")/lib.sh"
 PYTHON=${KVERN_E2E_PYTHON:-$ROOT_DIR/.venv/bin/python}
 start=$EPOCHREALTIME status=0
@@ -21,27 +22,15 @@ trap 'exit 130' INT TERM
 "$CLUSTER_DIR/cluster.sh" up $([ $# -gt 0 ] || echo --no-engine)
 cd "$ROOT_DIR"
 
-# again PYTEST...: what failed, at most three tests, once more with nothing of its group beside it. One that passes now was
-# disturbed by the machine, and is named; one that fails again fails the run.
-again() {
-  local failed
-  failed=$("$@" -n 0 --last-failed --last-failed-no-failures none --collect-only -q 2>/dev/null | grep -c :: || true)
-  if ((failed == 0 || failed > 3)); then
-    echo "==> $failed tests failed: not run again"
-    return 1
-  fi
-  echo "==> $failed failed; once more, one at a time:"
-  "$@" -v -n 0 --last-failed --last-failed-no-failures none
-}
-
 # tests NAME ARGUMENTS...: one run of pytest, in the table of times; returns its status. No test in it (-k, -m) is none.
+# What failed, at most three tests, runs once more with nothing of its group beside it.
 tests() {
   local name=$1 begin=$EPOCHREALTIME code=0
   shift
   echo "==> $name"
   local run=("$CLUSTER_DIR/cluster.sh" exec "$PYTHON" -m pytest -c e2e/pytest.ini -o "cache_dir=$RUN/pytest/${name// /-}" "$@")
   "${run[@]}" || code=$?
-  [ $code != 1 ] || { code=0 && again "${run[@]}" || code=$?; }
+  [ $code != 1 ] || { code=0 && "$ROOT_DIR/tools/again.sh" 3 "${run[@]}" || code=$?; }
   [ $code != 5 ] || code=0
   printf '%s\t%s\t%s\n' "$name" "$(seconds_since "$begin")" "$([ $code = 0 ] || echo "FAILED (exit $code)")" >>"$RUN/stages.tsv"
   return $code
@@ -65,4 +54,15 @@ else
   tests "tests of the operator alone" -m alone e2e/test_[2-9]_*.py || status=$?
 fi
 [ $status = 0 ] || "$CLUSTER_DIR/cluster.sh" diagnose || true
+
+# scale: how far one operator goes (e2e/README.md, "Scale"), with the machine to itself; a JSON line a phase.
+scale() {
+  local code=0
+  [ -n "${KVERN_E2E_KEEP:-}" ] || "$CLUSTER_DIR/cluster.sh" down
+  stage "programs of the scale figures" "$OFFLINE_DIR/binaries.sh" control scheduler kwok || return
+  stage "scale figures" "$PYTHON" "$ROOT_DIR/e2e/scale/run.py" --out "$LOGS/scale.jsonl" || code=$?
+  grep '^{' "$LOGS/scale-figures.log" || true
+  return $code
+}
+if [ $# = 0 ] && [ -n "${KVERN_E2E_FULL:-}" ]; then scale || status=$?; fi
 exit $status

@@ -4,6 +4,7 @@ scripts' syntax."""
 import hashlib
 import importlib.util
 import json
+import os
 import subprocess
 import tarfile
 from pathlib import Path
@@ -28,6 +29,35 @@ def test_shell_scripts_parse(script: Path) -> None:
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "/work/" not in script.read_text()
+
+
+FAKE_PYTEST = """#!/usr/bin/env bash
+# Lists as many failed tests as FAILED says, and ends with ENDS.
+echo "$*" >> calls
+if [[ "$*" == *--collect-only* ]]; then seq -f "test_it.py::test_%g" "$FAILED"; exit 0; fi
+exit "$ENDS"
+"""
+
+
+@pytest.mark.parametrize(
+    ("failed", "ends", "status", "says"),
+    [
+        (2, 0, 0, "passed alone"),
+        (2, 1, 1, "2 failed while others ran beside them"),
+        (3, 0, 1, "3 tests failed: not run again"),
+        (0, 0, 1, "0 tests failed: not run again"),
+    ],
+)
+def test_what_failed_runs_once_more_alone(tmp_path: Path, failed: int, ends: int, status: int, says: str) -> None:
+    program = tmp_path / "pytest"
+    program.write_text(FAKE_PYTEST)
+    program.chmod(0o755)
+    environment = {**os.environ, "FAILED": str(failed), "ENDS": str(ends)}
+    command = [ROOT / "tools" / "again.sh", "2", program, "--mine"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == status and says in done.stdout, done.stdout + done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 1 + (0 < failed <= 2) and all("--mine -n 0 --last-failed" in call for call in calls)
 
 
 @pytest.mark.parametrize("compress", [False, True])
