@@ -83,4 +83,4 @@ def test_operations(bare: None, folder: Path) -> None:
     with pytest.raises(CommandError, match="not found"):
         kubectl("get", "namespace", kit.OPERATOR_NAMESPACE)
     roles = kubectl("get", "clusterroles,clusterrolebindings", "-o", "name").split()
-    assert not [name for name in roles if "/kvern" in name and "/kvern-e2e" not in name], roles  # those are the cluster's
+    assert not [name for name in roles if "/kvern" in name and "/kvern-e2e" not in name], roles  # e2e: the cluster's
