@@ -397,7 +397,9 @@ class Router(KvernModel):
     )
     max_held: Annotated[int, Field(ge=0, le=100_000)] = field(1000, "Most requests held; more get 503 at once.")
     api_keys_secret_ref: SecretRef | None = field(
-        None, "Secret whose entry `keys` holds the keys that clients may use, one a line."
+        None,
+        "Secret whose entry `keys` holds the keys that clients may use, one a line: `key`, or `name: key` where name "
+        "is the tenant that it belongs to, in limits and in the access log.",
     )
     replicas: Annotated[int, Field(ge=1, le=64)] = field(2, "Router pods; kvern up runs one.")
     resources: RouterResources = nested(RouterResources, "Resources of a router pod.")
