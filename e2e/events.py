@@ -318,7 +318,7 @@ def etcd_restored(target: Target, event: Event) -> None:
     kubectl("-n", target.namespace, "scale", f"infs/{target.service.name}", "--replicas=3")
     target.settle()
     nodes.restore_etcd()
-    event.struck = time.time()  # the kubelet ends pods that the API server does not know
+    event.struck, event.blind = time.time(), 30.0  # the kubelet ends pods that the API server does not know, soon
     assert target.service.object()["spec"]["replicas"] == 2, "the backup was from before"
     target.settle(600)
     assert len(target.service.pods()) == 2

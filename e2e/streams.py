@@ -126,6 +126,7 @@ class Load:
     name: str
     streams: int = STREAMS
     tokens: int = TOKENS
+    knock: float = 0.5  # seconds between short requests
     references: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
@@ -139,7 +140,8 @@ class Load:
     def start(self) -> None:
         """Returns when every stream has had its first token."""
         options = [f"--reference {file}" for file in self.references]
-        options += [f"--streams {self.streams}", f"--tokens {self.tokens}", f"--name /tmp/{self.name}"]
+        options += [f"--streams {self.streams}", f"--tokens {self.tokens}", f"--knock {self.knock}"]
+        options.append(f"--name /tmp/{self.name}")
         command = f"python3 /opt/client/load.py run {self.service.url} {MODEL} {' '.join(options)}"
         self.client.exec("sh", "-c", f"setsid {command} >/tmp/{self.name}.log 2>&1 </dev/null &")
         eventually("all streams have begun", lambda: self.status()["running"] >= self.streams, 90, every=1)

@@ -123,7 +123,7 @@ REAL = ("scale up", "flags changed", "pod deleted", "scale down")
 @pytest.mark.parametrize("uri", ["builtin://tiny-kjv", "builtin://smollm2-135m"])
 def test_real_answers(operator: None, namespace: str, client: Client, show: Show, uri: str) -> None:
     """Models that compute: greedy texts stay what they are whoever goes on with the service."""
-    load = Load(client, Service("real", namespace), f"real-{namespace}", streams=4, tokens=200)
+    load = Load(client, Service("real", namespace), f"real-{namespace}", streams=4, tokens=200, knock=2)
     target = events.Target(load.service)
     exact = {"device": "cpu", "batch-invariant": True}
     spec = streams.spec(replicas=2) | {"engine": {"maxNumSeqs": 16, "args": exact}}
