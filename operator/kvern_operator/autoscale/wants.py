@@ -1,0 +1,93 @@
+"""The terms: each a reason for a number of replicas, with its arithmetic in words. Pure; docs/autoscaling.md explains
+each under its name."""
+
+from kvern_operator.autoscale.capacity import FULL_SHARE, best_batch, full_rate, replica_rate, replicas_for
+from kvern_operator.autoscale.facts import Facts, milliseconds, reachable, tokens
+from kvern_operator.autoscale.terms import Limits, Memory, Term, View
+
+RATE_SPARE = 0.4  # part of what is to spare for one replica less: the window's highest rate holds the noise already
+QUEUE_SETTLE, TTFT_SETTLE = 30.0, 60.0  # seconds since the last replica came (TTFT is one of the last minute)
+BACKLOG_SECONDS = 30.0  # in which a queue is to be worked off
+PREFILLS = 0.8  # prompts that an engine computes at a time on average, above which the next ones wait
+WAITS = 0.5  # requests a replica: below it a TTFT is one of the past
+SAMPLES = 2  # in a row, before a queue or a TTFT counts
+
+
+def sizing(limits: Limits, view: View, facts: Facts, factor: float = 1.0) -> list[Term]:
+    """Terms that size the service for `factor` times its load. Replicas without metrics are neither load nor room."""
+    terms: list[Term] = []
+    if facts.cap is None:
+        return terms
+    amount = facts.demand * factor
+    if amount > 0:
+        words = f"demand of {tokens(amount)} tokens / {tokens(facts.cap)} a replica = {amount / facts.cap:.2f}"
+        terms.append(Term("kv", facts.silent + replicas_for(amount, facts.cap), words))
+    rate = facts.traffic.rate * (1 + (factor - 1) * RATE_SPARE)
+    if limits.itl_slo is not None and facts.line is not None and rate > 0 and reachable(limits, facts.line):
+        each = replica_rate(limits.itl_slo, facts.line, facts.kv_tokens, view.step, facts.traffic)
+        batch = best_batch(limits.itl_slo, facts.line, facts.kv_tokens, view.step, facts.traffic)
+        words = (
+            f"{rate:.2f} requests/s / {each:.2f} a replica (80 % of {batch:.0f} running, which keep ITL at "
+            f"{milliseconds(limits.itl_slo)}) = {rate / each:.2f}"
+        )
+        terms.append(Term("slo", facts.silent + replicas_for(rate, each), words))
+    served = full_rate(facts.full, facts.traffic)
+    if served is not None and rate > 0:
+        backlog = _backlog(view, facts, served) / BACKLOG_SECONDS
+        total = max(rate, facts.ahead) + backlog
+        words = (
+            f"{total:.2f} requests/s ({rate:.2f} come, {facts.ahead:.2f} expected, {backlog:.2f} for the queue) / "
+            f"{served:.2f} a replica (85 % of what one served while requests waited) = {total / served:.2f}"
+        )
+        terms.append(Term("rate", facts.silent + replicas_for(total, served), words))
+    return terms
+
+
+def _backlog(view: View, facts: Facts, served: float) -> float:
+    """Requests that wait, and those that will before a replica that starts now, or loads already, is ready."""
+    coming = [r.since for r in view.replicas if not r.ready and r.since <= view.start_seconds]
+    until = view.start_seconds - max(coming, default=0.0)
+    short = facts.ahead - served / FULL_SHARE * len(facts.loads)
+    return sum(load.waiting for load in facts.loads) + max(short, 0.0) * until
+
+
+def terms_of(limits: Limits, view: View, facts: Facts, memory: Memory) -> list[Term]:
+    """All reasons for a number of replicas."""
+    terms = sizing(limits, view, facts)
+    if facts.cap is None:
+        return terms
+    room = (facts.ready - facts.silent) * facts.cap
+    more = facts.ready + max(replicas_for(facts.demand - room, facts.cap), 1)
+    waiting = sum(load.waiting for load in facts.loads)
+    # A replica that has just come has not had the time to show what it does about a queue.
+    youngest = min((r.since for r in view.replicas if r.ready), default=0.0)
+    if memory.queued >= SAMPLES and youngest >= QUEUE_SETTLE:
+        words = f"{waiting:.0f} requests wait, over {limits.queue_target:g} a replica for {memory.queued} samples"
+        terms.append(Term("queue", more, words))
+    full = [x for x in facts.loads if x.preempting and x.used_tokens > limits.kv_target * x.kv_tokens]
+    if full:
+        usage = max(x.used_tokens / x.kv_tokens for x in full)
+        terms.append(Term("preemptions", more, f"requests are preempted at a KV usage of {usage:.2f}"))
+    waits = waiting >= WAITS * len(facts.loads) and youngest >= TTFT_SETTLE
+    if memory.slow >= SAMPLES and limits.ttft_slo is not None and facts.traffic.ttft is not None and waits:
+        late, most = milliseconds(facts.traffic.ttft), milliseconds(limits.ttft_slo)
+        words = f"TTFT p95 {late} is over {most} for {memory.slow} samples"
+        terms.append(Term("ttft", facts.ready + 1, words))
+    busy = prompts(limits, view, facts)
+    if busy > PREFILLS and youngest >= TTFT_SETTLE:
+        words = f"{busy:.2f} prompts at a time an engine, over {PREFILLS}: the next ones wait"
+        terms.append(Term("prefill", facts.ready + 1, words))
+    itl, known = facts.traffic.itl, facts.line is not None
+    crowd = any(x.running > 8 * view.step.engines for x in facts.loads)
+    if limits.itl_slo is not None and itl is not None and itl > limits.itl_slo and crowd and not known:
+        most = milliseconds(limits.itl_slo)
+        words = f"ITL p95 {milliseconds(itl)} is over {most}, and how it follows load is not known yet"
+        terms.append(Term("itl", facts.ready + 1, words))
+    return terms
+
+
+def prompts(limits: Limits, view: View, facts: Facts) -> float:
+    """Prompts that an engine computes at a time; 0 where that does not matter, or something better is known."""
+    if limits.ttft_slo is None or full_rate(facts.full, facts.traffic) is not None:
+        return 0.0
+    return facts.traffic.rate * facts.traffic.prefill_seconds / max(len(facts.loads) * view.step.engines, 1)
