@@ -5,6 +5,7 @@ Only messages go through here; weights and KV go from worker to worker.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import zmq
 
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.handed import Handover
-from kvern_engine.core.placement import Placement, Room, place
+from kvern_engine.core.placement import Placement, Room, kept_blocks, place, with_recent_prefixes
 from kvern_engine.core.plan import WorkerReady
 from kvern_engine.ipc import CoreReady
 from kvern_engine.logs import fields
@@ -40,6 +41,7 @@ from kvern_engine.parallel.messages import (
 )
 from kvern_engine.parallel.switching import Party, Phase, Switch, judge
 from kvern_engine.transport import connect, core_in, encode, worker_in
+from kvern_engine.worker.limits import GPU_SWITCH
 from kvern_engine.worker_client import SILENCE_SECONDS, is_stopped, merge_ready
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ log = logging.getLogger(__name__)
 KEPT_RECORDS = 16
 LOOK_SECONDS = 0.5  # how often it is looked who has been stopped: meanwhile no core watches its workers
 RANK_SECONDS = 20.0  # how long ranks wait for each other: less than a phase, so that they say who is missing
+KEPT_SHARE = 0.06  # of an arena's blocks: up to here idle prefixes are kept where there is no room for two arenas
 _PHASES_OF_STEPS = {"reform": Phase.RESHARDING, "kv": Phase.MOVING, "finish": Phase.ROLLING_BACK}
 
 
@@ -128,10 +131,13 @@ class LayoutSwitch:
             return "step plans are recorded (record_step_plans), which are replayed on one layout"
         if len(self.engines) < self.layout.data:
             return "not all of its engines are ready"
-        device = str(next(iter(self.engines.values())).info.get("device", ""))
-        if not device.startswith(("cpu", "sim")):
-            return f"this version of Kvern cannot change the layout of a running pod on {device}"
+        if not self._device.startswith(("cpu", "sim")) and os.environ.get(GPU_SWITCH) != "1":
+            return f"on {self._device} that is for pods that were started with {GPU_SWITCH}=1"
         return None
+
+    @property
+    def _device(self) -> str:
+        return str(next(iter(self.engines.values())).info.get("device", ""))
 
     def ask(self, message: ChangeLayout) -> None:
         """Somebody wants a size: answer, and begin where it is to be."""
@@ -255,8 +261,9 @@ class LayoutSwitch:
         if phase is Phase.FREEZING:
             self._pod.tell_servers(Hold(run.number, run.source.data))
         elif phase is Phase.RESHARDING:
-            meeting = f"file://{self._meeting(run)}"
-            self._tell_workers(Reform(run.number, run.target.data, run.target.tensor, meeting, RANK_SECONDS))
+            meeting, target = f"file://{self._meeting(run)}", run.target
+            kept = self._kept(run) if self._device.startswith("cuda") else None
+            self._tell_workers(Reform(run.number, target.data, target.tensor, meeting, RANK_SECONDS, kept))
         elif phase is Phase.MOVING:
             self._place(run)
         elif phase is Phase.ADOPTING:
@@ -275,6 +282,18 @@ class LayoutSwitch:
 
     def _meeting(self, run: Switch) -> Path:
         return Path(self._folder).absolute() / f"switch-{run.number}"
+
+    def _kept(self, run: Switch) -> list[list[int]]:
+        """Where there is no room for two arenas: the blocks that are to outlive the old one, by engine. What is not
+        among them is forgotten, whether the switch succeeds or not."""
+        kept = []
+        for engine in range(run.source.data):
+            ready, handover = self._before[engine], self._handovers[engine]
+            used = len(kept_blocks(with_recent_prefixes(handover, 0), ready.block_size))
+            room = max(0, int(KEPT_SHARE * ready.num_blocks) - used)
+            self._handovers[engine] = with_recent_prefixes(handover, room)
+            kept.append(kept_blocks(self._handovers[engine], ready.block_size))
+        return kept
 
     def _place(self, run: Switch) -> None:
         """Share out what was handed over, if all of it can go on."""

@@ -168,3 +168,20 @@ def _keep_prefixes(
         new = filling.take_block(handover.engine, block)
         filling.cached.append((digest, new))
         moves.setdefault((handover.engine, engine), []).append((block, new))
+
+
+def with_recent_prefixes(handover: Handover, most: int) -> Handover:
+    """The handover with `most` of the prefixes that nobody uses, those used last."""
+    return msgspec.structs.replace(handover, cached=handover.cached[-most:] if most else [])
+
+
+def kept_blocks(handover: Handover, block_size: int) -> list[int]:
+    """The blocks that hold something: of running choices, then of prefixes; each once."""
+    running = (
+        block
+        for request in handover.requests
+        for choice in request.choices
+        for index, block in enumerate(choice.blocks)
+        if block != NO_BLOCK and index * block_size < choice.computed
+    )
+    return list(dict.fromkeys([*running, *(block for _, block in handover.cached)]))

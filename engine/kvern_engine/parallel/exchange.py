@@ -1,12 +1,12 @@
 """How ranks give each other what a plan of moves says: in rounds, by send and receive.
 
-All ranks of a pod meet in a group of their own for the time of a switch, beside the groups of their engines, and make
-the groups of the engines to come. gloo only: on CUDA devices peers would copy over NVLink (not done yet).
+On CPUs all ranks of a pod meet in a group of their own for the time of a switch, beside the groups of their engines,
+and make the groups of the engines to come; ranks on GPUs stay connected (`pod_groups.py`).
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -42,13 +42,24 @@ def join_pod(layout: Layout, rank: int, rendezvous: str, timeout: float) -> tupl
     engine, _, tensor_rank = layout.coordinates(rank)
     begin = time.monotonic()
     store = open_store(rendezvous, rank == 0, rank, 0, timeout)
-    given_up = Path(urlsplit(rendezvous).path + GIVEN_UP)
-    meet(store, range(layout.world), rank, engine, rendezvous, begin + timeout, given_up.exists)
+    meet(store, range(layout.world), rank, engine, rendezvous, begin + timeout, given_up_file(rendezvous).exists)
     pod = _gloo(PrefixStore("pod", store), rank, layout.world, timeout)
     if layout.tensor == 1:
         return pod, ParallelContext.single(rank, layout)
     own = _gloo(PrefixStore(f"engine-{engine}", store), tensor_rank, layout.tensor, OPERATION_SECONDS)
     return pod, ParallelContext(layout, rank, TensorGroup(layout.tensor, tensor_rank, own), group=own)
+
+
+def meet_again(layout: Layout, rank: int, rendezvous: str, timeout: float) -> None:
+    """As `join_pod`, for ranks that are connected: returns when all of them are there. Raises RankMissingError."""
+    store, deadline = open_store(rendezvous, rank == 0, rank, 0, timeout), time.monotonic() + timeout
+    engine = layout.coordinates(rank)[0]
+    meet(store, range(layout.world), rank, engine, rendezvous, deadline, given_up_file(rendezvous).exists)
+
+
+def given_up_file(rendezvous: str) -> Path:
+    """What there is once nobody waits at `rendezvous` any more."""
+    return Path(urlsplit(rendezvous).path + GIVEN_UP)
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
@@ -61,18 +72,35 @@ def _gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
     return group
 
 
+# Sends to peers and fills the buffers of what they send, by rank; with the number of the round.
+Transfer = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int], None]
+
+
+def over_gloo(group: Any) -> Transfer:
+    """A transfer in a group that `join_pod` has made. Raises RuntimeError where a peer is gone or late."""
+
+    def transfer(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], number: int) -> None:
+        waiting = [group.recv([buffer], peer, number) for peer, buffer in incoming.items()]
+        waiting += [group.send([data], peer, number) for peer, data in outgoing.items()]
+        for work in waiting:
+            work.wait()
+
+    return transfer
+
+
 def exchange(
-    group: Any,
+    transfer: Transfer,
     rank: int,
     rounds: Sequence[Sequence[M]],
     nbytes: Callable[[M], int],
     pack: Callable[[M], Tensor],
     unpack: Callable[[M, Tensor], None],
+    device: torch.device | None = None,
 ) -> int:
     """Sends what this rank is the source of and takes what it is the target of; returns the bytes it has received.
 
-    `pack` gives a move's `nbytes` bytes as a flat uint8 tensor, `unpack` puts them where they belong. All ranks must
-    call this with the same rounds. Raises RuntimeError where a peer is gone or late.
+    `pack` gives a move's `nbytes` bytes as a flat uint8 tensor on `device`, `unpack` puts them where they belong. All
+    ranks must call this with the same rounds.
     """
     received = 0
     for number, moves in enumerate(rounds):
@@ -83,12 +111,11 @@ def exchange(
                 outgoing[move.target].append(move)
             elif move.target == rank:
                 incoming[move.source].append(move)
-        buffers = {peer: torch.empty(sum(map(nbytes, theirs)), dtype=torch.uint8) for peer, theirs in incoming.items()}
-        waiting = [group.recv([buffer], peer, number) for peer, buffer in buffers.items()]
-        sending = {peer: torch.cat([pack(move) for move in ours]) for peer, ours in outgoing.items()}
-        waiting += [group.send([data], peer, number) for peer, data in sending.items()]
-        for work in waiting:
-            work.wait()
+        buffers = {
+            peer: torch.empty(sum(map(nbytes, theirs)), dtype=torch.uint8, device=device)
+            for peer, theirs in incoming.items()
+        }
+        transfer({peer: torch.cat([pack(m) for m in ours]) for peer, ours in outgoing.items()}, buffers, number)
         for peer, theirs in incoming.items():
             at = 0
             for move in theirs:

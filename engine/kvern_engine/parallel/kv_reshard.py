@@ -5,7 +5,7 @@ which block of a new one. A block is moved head by head: to each rank of the new
 from a rank of the old engine that holds them, from itself where it does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -65,6 +65,13 @@ def _heads(model: ModelConfig, layout: Layout, rank: int) -> tuple[int, int]:
     return held.start, held.stop
 
 
+def in_slices(move: KvMove, block_bytes_of_head: int, most_bytes: int) -> Iterator[KvMove]:
+    """The move in parts of at most about `most_bytes`."""
+    step = max(1, most_bytes // (block_bytes_of_head * (move.heads[1] - move.heads[0])))
+    for at in range(0, len(move.old), step):
+        yield KvMove(move.source, move.target, move.heads, move.old[at : at + step], move.new[at : at + step])
+
+
 def kv_rounds(moves: Sequence[KvMove], block_bytes_of_head: int, most_bytes: int) -> list[list[KvMove]]:
     """Moves between different ranks, in rounds of at most about `most_bytes` a pair. `block_bytes_of_head`: K and V of
     one head of one block, all layers of the stage."""
@@ -74,9 +81,7 @@ def kv_rounds(moves: Sequence[KvMove], block_bytes_of_head: int, most_bytes: int
         if move.source == move.target:
             continue
         each = block_bytes_of_head * (move.heads[1] - move.heads[0])
-        step = max(1, most_bytes // each)
-        for at in range(0, len(move.old), step):
-            part = KvMove(move.source, move.target, move.heads, move.old[at : at + step], move.new[at : at + step])
+        for part in in_slices(move, block_bytes_of_head, most_bytes):
             pair, size = (move.source, move.target), len(part.old) * each
             round_, there = filled.get(pair, (0, 0))
             if there and there + size > most_bytes:

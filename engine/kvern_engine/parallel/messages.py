@@ -17,13 +17,15 @@ GIVEN_UP = ".failed"  # behind the name of a rendezvous: a file that says so, si
 
 class Reform(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """To every worker: build what this rank holds in the layout `data` x `tensor`, beside what it has, and get the
-    weights from those that have them. All ranks of the pod meet at `rendezvous`. `timeout` in seconds."""
+    weights from those that have them. All ranks of the pod meet at `rendezvous`. `timeout` in seconds. `kept`: there is
+    no room for two arenas; of the old one, the blocks of each old engine that are to outlive it."""
 
     switch: int
     data: int
     tensor: int
     rendezvous: str
     timeout: float
+    kept: list[list[int]] | None = None
 
 
 class MoveKv(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -302,3 +302,13 @@ def place_in_pod(rank: str | None, world: str | None, layout: Layout, global_ran
     if place.rank >= place.world:
         raise ValueError(f"KVERN_LOCAL_RANK must be below KVERN_LOCAL_WORLD ({place.world}), got {place.rank}")
     return place
+
+
+GPU_SWITCH = "KVERN_GPU_LAYOUT_SWITCH"
+
+
+def stays_connected(environ: Mapping[str, str], config: EngineConfig, device: str) -> bool:
+    """Whether the ranks of a pod on GPUs stay connected for changes of the layout: what makes those possible costs half
+    a GiB a rank and seconds at the start, and is asked for by KVERN_GPU_LAYOUT_SWITCH=1."""
+    asked = environ.get(GPU_SWITCH) == "1" and device == "cuda"
+    return asked and config.nnodes == 1 and config.pipeline_parallel_size == 1

@@ -5,9 +5,12 @@ What goes where is planned in `parallel/reshard.py` and `parallel/kv_reshard.py`
 models without memory (torch's meta device). Until the second one serves, nothing of the first is touched.
 """
 
+import gc
+import logging
+import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import torch
@@ -17,55 +20,93 @@ from kvern_engine.core.plan import WorkerReady
 from kvern_engine.layers.parameters import pieces
 from kvern_engine.loading.parts import WeightPart
 from kvern_engine.models.registry import CausalLM, model_class
-from kvern_engine.parallel.exchange import as_bytes, exchange, join_pod
+from kvern_engine.parallel.exchange import (
+    Transfer,
+    as_bytes,
+    exchange,
+    given_up_file,
+    join_pod,
+    meet_again,
+    over_gloo,
+)
 from kvern_engine.parallel.groups import ParallelContext, TensorGroup
-from kvern_engine.parallel.kv_reshard import KvMove, kv_rounds, plan_kv_moves
+from kvern_engine.parallel.kv_reshard import KvMove, in_slices, kv_rounds, plan_kv_moves
 from kvern_engine.parallel.layout import Layout, check_layout
 from kvern_engine.parallel.messages import Reform
 from kvern_engine.parallel.reshard import Move, Pieces, plan_moves, rounds
+from kvern_engine.worker.kv_store import ArenaKv, KvSource, StagedKv, as_integers
 from kvern_engine.worker.load import parameter_bytes
 from kvern_engine.worker.tables import RowTables
 from kvern_engine.worker.worker import CPU_LAYOUT_BYTES, Worker
 
+log = logging.getLogger(__name__)
+
 SLICE_BYTES = 32 << 20  # what a pair of ranks has on its way at once
+GPU_SLICE_BYTES = 256 << 20  # the same between GPUs
+MARGIN_BYTES = 2 << 30  # on a GPU, left to graphs, buffers of a slice and libraries
 
 
 def why_not(worker: Worker) -> str | None:
     """Why this worker's layout cannot be changed while it serves; None where it can."""
-    if worker.device.type != "cpu":
-        return "ranks exchange weights over gloo, between CPUs only"
+    if worker.device.type != "cpu" and worker.groups is None:
+        return f"ranks on {worker.device.type} do not stay connected (see KVERN_GPU_LAYOUT_SWITCH)"
     if worker.layout.pipeline > 1:
         return f"the model is a pipeline of {worker.layout.pipeline} stages"
     if worker._quantization is not None:
         return f"the weights are quantized ({worker._quantization})"
+    if worker.config.cpu_offload_gb > 0:
+        return "some of the weights are in the host's memory (cpu_offload_gb)"
     return None
 
 
 class Reformed:
-    """The worker that `before` becomes: `worker`, which has loaded and reported `ready`. `move_kv` comes next."""
+    """The worker that `before` becomes: `worker`, which has loaded and reported `ready`. `move_kv` comes next.
+
+    Where there is no room for two arenas (`Reform.kept`), the old one is freed once the blocks that are to outlive it
+    are out of it; `undo` makes it anew.
+    """
+
+    worker: Worker
 
     def __init__(self, before: Worker, ready: WorkerReady, message: Reform) -> None:
         reason = why_not(before)
         if reason is not None:
             raise ValueError(f"the layout cannot be changed: {reason}")
-        self._before = before
+        self._before, self._message, self._blocks = before, message, ready.num_blocks
+        self._staged: StagedKv | None = None
         self.seconds: dict[str, float] = {}
         after = Layout(message.data, message.tensor, before.layout.pipeline)
         check_layout(before.model.config, after)
         with self._measured("groups"):
-            self._pod, context = join_pod(after, before.rank, message.rendezvous, message.timeout)
+            self._transfer, context = self._connect(after)
+        try:
+            self.ready = self._build(ready, after, context)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what was built
+            self.undo()
+            raise
+
+    def _build(self, ready: WorkerReady, after: Layout, context: ParallelContext) -> WorkerReady:
+        before, kept = self._before, self._message.kept
+        if kept is not None:
+            with self._measured("staging"):
+                self._stage(kept[before.layout.coordinates(before.rank)[0]])
         with self._measured("build"):
             self.worker = _beside(before, after, context)
         with self._measured("weights"):
             self.bytes_received = self._move_weights()
         with self._measured("layouts"):
             weight_bytes = parameter_bytes(self.worker.model)
-            if weight_bytes <= CPU_LAYOUT_BYTES:
+            if before.device.type == "cpu" and weight_bytes <= CPU_LAYOUT_BYTES:
                 self.worker.model.add_cpu_layouts()
         with self._measured("kv_cache"):
-            size = self.worker._size_kv_cache(0)
+            self.worker.memory_used = before.memory_used + weight_bytes - parameter_bytes(before.model)
+            self.worker.most_kv_bytes = self._room() if kept is not None else None
+            size = self.worker._size_kv_cache(self.worker.memory_used)
             self.worker.runner = self.worker._make_runner(size.num_blocks)
-        self.ready = msgspec.structs.replace(
+            if self.worker._use_graphs:
+                self.worker.runner.add_graphs()  # captured as steps need them: all ranks get the same steps
+        return msgspec.structs.replace(
             ready,
             num_blocks=size.num_blocks,
             kv_bytes=size.num_bytes,
@@ -74,7 +115,80 @@ class Reformed:
         )
 
     def _measured(self, name: str) -> "_Stopwatch":
-        return _Stopwatch(self.seconds, name)
+        return _Stopwatch(self.seconds, name, self._before.device)
+
+    # ------------------------------------------------------------ ranks
+
+    def _connect(self, after: Layout) -> tuple[Transfer, ParallelContext]:
+        """When all ranks of the pod have come. Raises RankMissingError."""
+        before, message = self._before, self._message
+        if before.groups is None:
+            pod, context = join_pod(after, before.rank, message.rendezvous, message.timeout)
+            return over_gloo(pod), context
+        meet_again(after, before.rank, message.rendezvous, message.timeout)
+        return before.groups.transfer, before.groups.context(after)
+
+    def _settle(self) -> None:
+        """Until what was exchanged is there. Raises RuntimeError where a rank is gone."""
+        if self._before.groups is not None:
+            self._before.groups.settle(given_up_file(self._message.rendezvous).exists, self._message.timeout)
+
+    @property
+    def _slice(self) -> int:
+        return GPU_SLICE_BYTES if self._before.device.type == "cuda" else SLICE_BYTES
+
+    # ------------------------------------------------------------ memory
+
+    @torch.inference_mode()
+    def _stage(self, blocks: Sequence[int]) -> None:
+        """Take the blocks out of the old arena and free it, with the graphs that were recorded over it."""
+        before = self._before
+        assert before.runner is not None
+        self._staged = StagedKv(before.runner.arena, blocks, self._room())
+        if self._staged.host_bytes:
+            log.warning("the host keeps %d bytes of KV while the layout changes", self._staged.host_bytes)
+        self._had_graphs = before.runner.graphs is not None
+        before.runner = None
+        self._empty_cache()
+
+    def _room(self) -> int:
+        """Bytes that can be taken on the device now."""
+        device = self._before.device
+        if device.type != "cuda":
+            return sys.maxsize
+        self._empty_cache()
+        return max(0, torch.cuda.mem_get_info(device)[0] - MARGIN_BYTES)
+
+    def _empty_cache(self) -> None:
+        if self._before.device.type == "cuda":
+            torch.cuda.synchronize(self._before.device)
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def undo(self) -> None:
+        """The old worker can compute again: its arena is made anew where it was given up."""
+        before = self._before
+        if hasattr(self, "worker"):
+            del self.worker
+        if self._staged is not None:
+            gc.collect()
+            self._empty_cache()
+            before.runner = before._make_runner(self._blocks)
+            self._staged.put_back(before.runner.arena)
+            if self._had_graphs:
+                before.runner.add_graphs()
+            self._staged = None
+
+    def settle(self) -> None:
+        """The new worker has taken over: what the old one had is given back to the device."""
+        device = self._before.device
+        del self._before
+        self._staged = None
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------ what moves
 
     @torch.inference_mode()
     def _move_weights(self) -> int:
@@ -90,64 +204,79 @@ class Reformed:
             view = _part(want, move)
             view.copy_(data.view(view.dtype).view(view.shape))
 
-        return exchange(
-            self._pod,
+        received = exchange(
+            self._transfer,
             before.rank,
-            rounds(moves, SLICE_BYTES // size),
+            rounds(moves, self._slice // size),
             lambda move: move.size * (want if move.target == before.rank else have)[move.name][0].itemsize,
             lambda move: as_bytes(_part(have, move)),
             unpack,
+            before.device,
         )
+        self._settle()
+        return received
 
     @torch.inference_mode()
     def move_kv(self, moves: Sequence[tuple[int, int, list[tuple[int, int]]]]) -> dict[str, float]:
         """Bring the blocks where they belong; seconds by what took them."""
         before, after = self._before, self.worker
-        assert before.runner is not None and after.runner is not None
+        assert after.runner is not None
         seconds: dict[str, float] = {}
-        with _Stopwatch(seconds, "kv"):
+        with _Stopwatch(seconds, "kv", before.device):
             blocks = {(old, new): pairs for old, new, pairs in moves}
             plan = plan_kv_moves(before.model.config, before.layout, after.layout, blocks)
-            have, want = _as_integers(before.runner.arena), _as_integers(after.runner.arena)
+            want, have = as_integers(after.runner.arena), self._kv_source()
             held = before.model.shard.kv_heads.start, after.model.shard.kv_heads.start
             # [layers, 2, heads, blocks, block_size, head_dim]: what one head of one block takes.
-            each = have.shape[0] * 2 * have.shape[4] * have.shape[5] * have.itemsize
+            each = want.shape[0] * 2 * want.shape[4] * want.shape[5] * want.itemsize
 
             def take(move: KvMove) -> Tensor:
-                heads = have[:, :, move.heads[0] - held[0] : move.heads[1] - held[0]]
-                return heads.index_select(3, torch.tensor(move.old))
+                return have.take(slice(move.heads[0] - held[0], move.heads[1] - held[0]), move.old)
 
             def put(move: KvMove, data: Tensor) -> None:
                 heads = want[:, :, move.heads[0] - held[1] : move.heads[1] - held[1]]
-                heads.index_copy_(3, torch.tensor(move.new), data)
+                heads.index_copy_(3, torch.tensor(move.new, device=want.device), data)
 
             def unpack(move: KvMove, data: Tensor) -> None:
-                shape = have.shape[0], 2, move.heads[1] - move.heads[0], len(move.new), *have.shape[4:]
+                shape = want.shape[0], 2, move.heads[1] - move.heads[0], len(move.new), *want.shape[4:]
                 put(move, data.view(want.dtype).view(shape))
 
             for move in plan:
                 if move.source == move.target == before.rank:
-                    put(move, take(move))
+                    for part in in_slices(move, each, self._slice):
+                        put(part, take(part))
             exchange(
-                self._pod,
+                self._transfer,
                 before.rank,
-                kv_rounds(plan, each, SLICE_BYTES),
+                kv_rounds(plan, each, self._slice),
                 lambda move: each * (move.heads[1] - move.heads[0]) * len(move.old),
                 lambda move: as_bytes(take(move)),
                 unpack,
+                before.device,
             )
-        self._pod = None  # the ranks are done with each other
+            self._settle()
+        del self._transfer  # the ranks are done with each other
         return seconds
+
+    def _kv_source(self) -> KvSource:
+        if self._staged is not None:
+            return self._staged
+        assert self._before.runner is not None
+        return ArenaKv(self._before.runner.arena)
 
 
 class _Stopwatch:
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds, self._name = seconds, name
+    """Seconds of a block of code, with what it had the device do."""
+
+    def __init__(self, seconds: dict[str, float], name: str, device: torch.device) -> None:
+        self._seconds, self._name, self._device = seconds, name, device
 
     def __enter__(self) -> None:
         self._begin = time.perf_counter()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, failed: object, *_: object) -> None:
+        if self._device.type == "cuda" and failed is None:
+            torch.cuda.synchronize(self._device)
         self._seconds[self._name] = round(time.perf_counter() - self._begin, 6)
 
 
@@ -157,6 +286,7 @@ def _beside(before: Worker, after: Layout, context: ParallelContext) -> Worker:
     made = Worker(before.config.model_copy(update=sizes), before.rank, context)
     made.max_model_len, made.step_limits = before.max_model_len, before.step_limits
     made._quantization, made._fp8_kv, made._fit = before._quantization, before._fp8_kv, before._fit
+    made.groups = before.groups
     config = before.model.config
     made.model = model_class(config.architecture)(
         config, max_positions=made.max_model_len, dtype=before.model.dtype, device=made.device, parallel=context
@@ -187,8 +317,3 @@ def _part(found: Mapping[str, tuple[Tensor, WeightPart]], move: Move) -> Tensor:
     """The view of a parameter that a move reads or writes."""
     view, part = found[move.name]
     return view[tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(move.ranges, part.ranges, strict=True))]
-
-
-def _as_integers(arena: Tensor) -> Tensor:
-    """torch does not index tensors in FP8."""
-    return arena.view(torch.uint8) if arena.itemsize == 1 else arena

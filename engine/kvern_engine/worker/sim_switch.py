@@ -54,3 +54,9 @@ class SimReformed:
         seconds /= before.config.sim_speed
         before._sleep(seconds)
         return {"kv": seconds}
+
+    def undo(self) -> None:
+        """There is nothing to give back."""
+
+    def settle(self) -> None:
+        """There is nothing to let go."""

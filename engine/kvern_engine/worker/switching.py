@@ -7,6 +7,7 @@ step that fails leaves the old one as it was. No torch is loaded here: a simulat
 import gc
 import logging
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,14 @@ class Next(Protocol):
     seconds: dict[str, float]
 
     def move_kv(self, moves: Sequence[tuple[int, int, list[tuple[int, int]]]]) -> dict[str, float]: ...
+
+    def undo(self) -> None:
+        """Give it up: the worker that it was made from can compute again."""
+        ...
+
+    def settle(self) -> None:
+        """It has taken over: what the old layout had is let go."""
+        ...
 
 
 def reformed(worker: Any, ready: WorkerReady, message: Reform) -> Next:
@@ -49,7 +58,7 @@ class Switching:
     def __init__(self, worker: Any, ready: WorkerReady, tell: Callable[[Switched], None]) -> None:
         self.worker, self.ready, self._tell = worker, ready, tell
         _kind(worker)  # what a switch needs is imported now, not in the pause
-        self._before: tuple[Any, WorkerReady] | None = None
+        self._before: tuple[Any, WorkerReady, Next] | None = None
         self._next: Next | None = None
 
     def handle(self, message: SwitchToWorker) -> None:
@@ -63,6 +72,7 @@ class Switching:
             log.exception("the switch failed at %s", step)
             known = isinstance(error, ValueError | MemoryError)
             text = str(error) if known else f"{type(error).__name__}: {error}"
+            traceback.clear_frames(error.__traceback__)  # they hold what was built, whose room the old layout needs
             self._go_back()
             answer = Switched(message.switch, rank, step, error=text)
         if answer.error is not None:
@@ -79,7 +89,7 @@ class Switching:
             if self._next is None:
                 raise ValueError("there is no layout to move to")
             seconds = self._next.move_kv(message.moves)
-            self._before = self.worker, self.ready
+            self._before = self.worker, self.ready, self._next
             self.worker, self.ready, self._next = self._next.worker, self._next.ready, None
             return seconds, None
         if message.keep:
@@ -92,10 +102,16 @@ class Switching:
         """Of the old layout: its weights, arena and groups."""
         if self._before is not None and getattr(self._before[0], "parallel", None) is not None:
             self._before[0].parallel.close()
+        taken = self._before[2] if self._before is not None else None
         self._before = self._next = None  # nothing of a worker holds itself: its memory is free now
+        if taken is not None:
+            taken.settle()
 
     def _go_back(self) -> None:
         """To the old layout, if there is one; whatever there is of a new one is given up."""
+        given_up = self._next
         if self._before is not None:
-            self.worker, self.ready = self._before
+            self.worker, self.ready, given_up = self._before
         self._before = self._next = None
+        if given_up is not None:
+            given_up.undo()

@@ -25,6 +25,7 @@ from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.registry import CausalLM, model_class
 from kvern_engine.parallel.groups import ParallelContext, init_parallel
 from kvern_engine.parallel.layout import Layout, check_layout
+from kvern_engine.parallel.pod_groups import PodGroups
 from kvern_engine.request import MAX_LOGPROBS
 from kvern_engine.worker import limits, memory
 from kvern_engine.worker.graphs import CAPTURED_AT_START, DecodeGraphs
@@ -44,6 +45,7 @@ from kvern_engine.worker.pending import Pending
 from kvern_engine.worker.runner import Runner
 from kvern_engine.worker.stages import StageLink
 from kvern_engine.worker.tables import RowTables
+from kvern_engine.worker.warm_up import warm_other_layouts
 from kvern_kernels import large_products, vendor_attention
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,8 @@ class Worker:
     """See `load` and `execute`; the latter is called by one thread, in the order of the plans.
 
     Where an engine has several ranks, each is a worker in a process of its own; they meet at `rendezvous`
-    (`init_parallel`) while they load, then all get the same plans. `parallel`: they have met already.
+    (`init_parallel`) while they load, then all get the same plans. `parallel`: they have met already. `stays_connected`
+    (None: as `limits.stays_connected` says): to all ranks of the pod, for changes of the layout.
     """
 
     def __init__(
@@ -66,16 +69,24 @@ class Worker:
         rank: int = 0,
         parallel: ParallelContext | None = None,
         rendezvous: str | None = None,
+        stays_connected: bool | None = None,
     ) -> None:
         limits.check_supported(config)
         self.config, self.rank = config, rank
         self.layout = Layout.of(config)
-        if parallel is None and self.layout.engine_size == 1:
-            parallel = ParallelContext.single(rank, self.layout)
-        self.parallel, self._rendezvous = parallel, rendezvous
+        self._rendezvous = rendezvous
         environ = os.environ.get
         self._place = limits.place_in_pod(environ("KVERN_LOCAL_RANK"), environ("KVERN_LOCAL_WORLD"), self.layout, rank)
         self.device = _device(config.device, self._place.rank)
+        if stays_connected is None:
+            stays_connected = limits.stays_connected(os.environ, config, self.device.type)
+        self._stays_connected = stays_connected and parallel is None and self.layout.world > 1
+        self.groups: PodGroups | None = None
+        if parallel is None and self.layout.engine_size == 1 and not self._stays_connected:
+            parallel = ParallelContext.single(rank, self.layout)
+        self.parallel = parallel
+        self.memory_used = 0  # bytes on the device beside the KV cache at the peak of a step
+        self.most_kv_bytes: int | None = None  # where a switch leaves less room than a start does
         self.is_asynchronous = self.device.type == "cuda"  # execute returns before the step is over
         self.runner: Runner | None = None
         self._link: StageLink | None = None
@@ -126,9 +137,13 @@ class Worker:
                     model_config.architecture,
                 )
             with self._phase("products", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
-                large_products.choose(self.model.products(), self._most_tokens, dtype)
+                products = self.model.products()
+                if self.groups is not None:
+                    products += warm_other_layouts(self)
+                large_products.choose(products, self._most_tokens, dtype)
+                del products
         with self._phase("profile", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
-            used = self._profile()
+            used = self.memory_used = self._profile()
         with self._phase("kv_cache", report), self._out_of_memory("the KV cache"):
             size = self._size_kv_cache(used)
             self.runner = self._make_runner(size.num_blocks)
@@ -248,6 +263,10 @@ class Worker:
             raise ValueError(f"{self.layout} has several ranks an engine: each needs a process and a rendezvous")
         engine = self.layout.coordinates(self.rank)[0]
         timeout = self.config.distributed_timeout_seconds
+        if self._stays_connected:
+            everybody = f"{self._rendezvous.rpartition('/')[0]}/rendezvous-pod"
+            self.groups = PodGroups.join(self.rank, self.layout.world, everybody, self.device, timeout)
+            return self.groups.context(self.layout)
         return init_parallel(self.layout, engine, self.rank, self._rendezvous, self.device, timeout)
 
     def _make_runner(self, num_blocks: int) -> Runner:
@@ -414,7 +433,8 @@ class Worker:
             return self.config.kv_cache_memory_bytes
         if self.device.type == "cuda":
             total = torch.cuda.mem_get_info(self.device)[1]
-            return memory.available_on_gpu(total, used, self.config.gpu_memory_utilization)
+            available = memory.available_on_gpu(total, used, self.config.gpu_memory_utilization)
+            return available if self.most_kv_bytes is None else min(available, self.most_kv_bytes)
         longest = memory.blocks_for(self.max_model_len, self.config.block_size) * per_block
         return memory.available_on_cpu(
             memory.available_host_memory(), self._place.world, self.step_limits.max_num_seqs * longest

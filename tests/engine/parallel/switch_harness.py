@@ -15,7 +15,7 @@ import torch
 from kvern_engine.assemble import build_core
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.loop import EngineCore
-from kvern_engine.core.placement import Placement, Room, place
+from kvern_engine.core.placement import Placement, Room, kept_blocks, place
 from kvern_engine.core.plan import StepPlan, StepResult, WorkerReady
 from kvern_engine.ipc import AddRequest, TokenOutput
 from kvern_engine.parallel.layout import Layout
@@ -33,8 +33,8 @@ def _rank_main(pipe: Connection) -> None:
         kind, *given = job
         try:
             if kind == "load":
-                config, rank, rendezvous = given
-                worker = Worker(config, rank, rendezvous=rendezvous)
+                config, rank, rendezvous, connected = given
+                worker = Worker(config, rank, rendezvous=rendezvous, stays_connected=connected)
                 serving = Switching(worker, worker.load(), pipe.send)
                 pipe.send(serving.ready)
             elif kind == "plan":
@@ -94,11 +94,16 @@ def answer(pipe: Connection) -> Any:
 
 
 class SwitchingPod:
-    """Ranks of a pod whose layout changes. `room` bounds the blocks of an engine, by its size."""
+    """Ranks of a pod whose layout changes. `tight`: as on GPUs, they stay connected, and there is no room for two
+    arenas."""
 
-    def __init__(self, config: EngineConfig, folder: Path, count: int = 4) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["kvern_engine.worker.worker", "kvern_engine.worker.reform", "safetensors"])
+    def __init__(
+        self, config: EngineConfig, folder: Path, count: int = 4, tight: bool = False, method: str = "forkserver"
+    ) -> None:
+        self._tight = tight
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(["kvern_engine.worker.worker", "kvern_engine.worker.reform", "safetensors"])
         self._folder, self.switches = folder, 0
         self.pipes: list[Connection] = []
         self.processes = []
@@ -114,7 +119,7 @@ class SwitchingPod:
         self.layout = Layout.of(config)
         for rank, pipe in enumerate(self.pipes):
             engine = self.layout.coordinates(rank)[0]
-            pipe.send(("load", config, rank, f"file://{folder}/first-{engine}"))
+            pipe.send(("load", config, rank, f"file://{folder}/first-{engine}", tight))
         self.ready: list[WorkerReady] = [answer(pipe) for pipe in self.pipes]
         self.cores = [self._core(engine) for engine in range(self.layout.data)]
 
@@ -163,7 +168,8 @@ class SwitchingPod:
             handovers.append(core.hand_over())
         number = self.switches
         meeting = f"file://{self._folder}/switch-{number}"
-        found = self.ask(Reform(number, after.data, after.tensor, meeting, 60.0))
+        kept = [kept_blocks(h, self.config.block_size) for h in handovers] if self._tight else None
+        found = self.ask(Reform(number, after.data, after.tensor, meeting, 60.0, kept))
         assert not [each.error for each in found if each.error]
         ready = [each.ready for each in found if each.ready is not None]
         rooms = [

@@ -49,10 +49,11 @@ def undisturbed(made_path: str) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.parametrize("tight", [False, True], ids=["two arenas", "one arena"])
 def test_streams_go_on_through_every_layout(
-    made_path: str, undisturbed: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
+    made_path: str, undisturbed: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory, tight: bool
 ) -> None:
-    pod = SwitchingPod(config(made_path, 4, 1), tmp_path_factory.mktemp("switch"))
+    pod = SwitchingPod(config(made_path, 4, 1), tmp_path_factory.mktemp("switch"), tight=tight)
     try:
         for i, request in enumerate(requests(8)):
             pod.add(i % 4, request)
@@ -79,8 +80,9 @@ def test_streams_go_on_through_every_layout(
         pod.close()
 
 
-def test_a_switch_leaves_nothing_behind(made_path: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    pod = SwitchingPod(config(made_path, 4, 1), tmp_path_factory.mktemp("switch"))
+@pytest.mark.parametrize("tight", [False, True], ids=["two arenas", "one arena"])
+def test_a_switch_leaves_nothing_behind(made_path: str, tmp_path_factory: pytest.TempPathFactory, tight: bool) -> None:
+    pod = SwitchingPod(config(made_path, 4, 1), tmp_path_factory.mktemp("switch"), tight=tight)
     try:
         for tensor in (2, 4, 1):
             pod.switch(tensor)

@@ -1,0 +1,283 @@
+#!/usr/bin/env python3
+"""Two GPUs change from two engines to one and back while 64 streams run, and what the clients saw of it.
+
+    PYTHONPATH=kernels:engine:operator python benchmarks/switch_h200.py --out benchmarks/results/h200_switch.jsonl
+
+Llama-3-8B shapes with random weights behind the real server; half of the streams have 4,000 tokens of context. A JSON
+line for each switch: `from`, `to`, `streams`, `failed`, the pause that streams saw (`pause_p50_s`, `pause_p99_s`: the
+longest gap between two events of a stream from the call on), `recovered_s` (from the call until the rate of tokens is
+again, for half a second, 95 % of what it is at the new layout in the end), the phases as the pod measured them. A last
+line says whether greedy texts were those of a run without a switch; where not, the gap between the two likeliest tokens
+at the first difference.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from threading import Thread
+
+sys.path.insert(0, str(Path(__file__).parent))
+from h200 import write_model
+from http_h200 import write_tokenizer
+
+CHARACTERS = 5  # of each token's text: a space and four letters
+STREAMS, LONG = 64, 4000
+PROCESSES = 8
+AFTER = 7.0  # seconds that are looked at from a call on
+
+
+def request(url, path, body=None, token=None, timeout=60):
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    data = json.dumps(body).encode() if body is not None else None
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, data, headers), timeout=timeout) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or b"null")
+
+
+def read_stream(url, index, tokens, logprobs, salt):
+    """One stream: events as (time, tokens), the text, top two logprobs by token, and what went wrong."""
+    length = LONG if index % 2 else 100
+    prompt = [1000 + salt * 97 + index, *((index * 7919 + n * 31 + salt) % 120000 + 300 for n in range(length - 1))]
+    body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+    if logprobs:
+        body["logprobs"] = 2
+    events, text, gaps, error = [], [], [], None
+    try:
+        post = urllib.request.Request(
+            url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(post, timeout=300) as answer:
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    error = json.dumps(event["error"])
+                    break
+                for choice in event["choices"]:
+                    events.append((time.monotonic(), len(choice["text"]) // CHARACTERS))
+                    text.append(choice["text"])
+                    for found in (choice.get("logprobs") or {}).get("top_logprobs") or ():
+                        best = sorted(found.values(), reverse=True)
+                        gaps.append(best[0] - best[1] if len(best) > 1 else 0.0)
+    except OSError as failed:
+        error = repr(failed)
+    done = sum(n for _, n in events)
+    if error is None and done != tokens:
+        error = f"ended after {done} of {tokens} tokens"
+    return index, events, "".join(text), gaps, error
+
+
+def _client(url, indices, tokens, logprobs, salt, pipe):
+    found = []
+    threads = [
+        Thread(target=lambda i=i: found.append(read_stream(url, i, tokens, logprobs, salt)), daemon=True)
+        for i in indices
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pipe.send(found)
+
+
+class Streams:
+    """STREAMS streams in a few processes, since one could not read so many events."""
+
+    def __init__(self, url, tokens, logprobs=False, salt=0):
+        context, self._pipes = multiprocessing.get_context("fork"), []
+        for number in range(PROCESSES):
+            ours, theirs = context.Pipe()
+            given = (url, range(number, STREAMS, PROCESSES), tokens, logprobs, salt, theirs)
+            context.Process(target=_client, args=given, daemon=True).start()
+            self._pipes.append(ours)
+
+    def finish(self):
+        """{index: (events, text, gaps, error)}."""
+        return {found[0]: found[1:] for pipe in self._pipes for found in pipe.recv()}
+
+
+class Server:
+    """`kvern serve` on two GPUs, as two engines of one."""
+
+    def __init__(self, folder, flags):
+        token = Path(folder) / "token"
+        token.write_text("secret")
+        token.chmod(0o600)
+        command = [sys.executable, "-m", "kvern_engine.cli", "serve", folder, "--device", "cuda", "-dp", "2"]
+        command += [
+            "--port",
+            "8123",
+            "--admin-port",
+            "8124",
+            "--admin-token-file",
+            str(token),
+            "--load-format",
+            "dummy",
+        ]
+        command += ["--served-model-name", "m", "--max-model-len", "8192", "--max-num-seqs", "256"]
+        command += ["--gpu-memory-utilization", "0.9", "--api-server-count", "4", *flags]
+        environ = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "KVERN_GPU_LAYOUT_SWITCH": "1"}
+        self.url, self.admin, self.generation = "http://127.0.0.1:8123", "http://127.0.0.1:8124", 0
+        self.process = subprocess.Popen(command, env={**os.environ, **environ})
+        began = time.monotonic()
+        while self.process.poll() is None:
+            try:
+                if request(self.url, "/ready", timeout=2)[0] == 200:
+                    self.ready_after = time.monotonic() - began
+                    return
+            except OSError:
+                pass
+            time.sleep(0.1)
+        raise SystemExit(f"the server ended with status {self.process.returncode}")
+
+    def layout(self):
+        return request(self.admin, "/admin/layout", token="secret")[1]
+
+    def switch(self, tensor):
+        """Ask and wait; the moment of the call and the record."""
+        self.generation += 1
+        called = time.monotonic()
+        status, body = request(self.admin, "/admin/layout", {"tensor": tensor, "generation": self.generation}, "secret")
+        if status != 202:
+            raise SystemExit(f"POST /admin/layout: {status} {body}")
+        while (found := self.layout())["phase"] != "Stable":
+            time.sleep(0.05)
+        return called, found["last"][0]
+
+    def stop(self):
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def rate(found, begin, end):
+    """Tokens a second of all streams in a span of time."""
+    return sum(n for events, *_ in found.values() for at, n in events if begin <= at < end) / (end - begin)
+
+
+def seen(found, called, record, until):
+    """What the clients saw of one switch; `until` is when the next one was asked for."""
+    pauses, failed, alive = [], 0, 0
+    for events, _, _, error in found.values():
+        times = [at for at, _ in events if called - 1.0 <= at <= called + AFTER]
+        if not times or times[0] > called:
+            continue
+        alive += 1
+        failed += error is not None
+        spans = zip(times, [*times[1:]], strict=False)
+        pauses.append(max((later - earlier for earlier, later in spans if later > called), default=AFTER))
+    pauses.sort()
+    end = min(until, called + AFTER)
+    after = rate(found, end - 2.0, end)
+    steps = [called + n * 0.1 for n in range(int((end - called - 0.5) * 10))]
+    back = next(
+        (at for at in steps if at > called + record["pauseSeconds"] and rate(found, at, at + 0.5) >= 0.95 * after), None
+    )
+    return {
+        "from": record["from"],
+        "to": record["to"],
+        "streams": alive,
+        "failed": failed,
+        "pause_p50_s": round(statistics.median(pauses), 3) if pauses else None,
+        "pause_p99_s": round(pauses[int(0.99 * (len(pauses) - 1))], 3) if pauses else None,
+        "recovered_s": round(back - called, 2) if back is not None else None,
+        "tok_s_before": round(rate(found, called - 2.0, called)),
+        "tok_s_after": round(after),
+        "outcome": record["outcome"],
+        "reason": record["reason"],
+        "pod_pause_s": record["pauseSeconds"],
+        "kept": record["kept"],
+        "recomputed": record["recomputed"],
+        "phases": record["seconds"],
+    }
+
+
+def under_load(server, rounds, tokens, write):
+    """Switches while streams run; `rounds` sets of streams with three switches each."""
+    for number in range(rounds):
+        running, calls = Streams(server.url, tokens, salt=number + 1), []
+        time.sleep(7.0 if number else 9.0)  # prompts are computed
+        for _ in range(3):
+            calls.append(server.switch(1 if server.layout()["current"] == 2 else 2))
+            time.sleep(max(0.0, calls[-1][0] + AFTER - time.monotonic()))
+        ends = [called for called, _ in calls[1:]] + [time.monotonic()]
+        found = running.finish()
+        for (called, record), until in zip(calls, ends, strict=True):
+            write(seen(found, called, record, until))
+
+
+def same_text(server, tokens):
+    """Greedy streams through switches against the same without any."""
+    alone = Streams(server.url, tokens, logprobs=True, salt=50).finish()
+    running = Streams(server.url, tokens, logprobs=True, salt=50)
+    time.sleep(1.0)  # prefixes are known: it decodes at once
+    outcomes = [server.switch(1 if server.layout()["current"] == 2 else 2)[1]["outcome"] for _ in range(2)]
+    through, equal, gaps = running.finish(), 0, []
+    for index, (_, text, _, error) in through.items():
+        expected = alone[index][1]
+        if error is None and text == expected:
+            equal += 1
+            continue
+        place = next((n for n, pair in enumerate(zip(text, expected, strict=False)) if pair[0] != pair[1]), 0)
+        own = alone[index][2]
+        gaps.append(round(own[min(place // CHARACTERS, len(own) - 1)], 4) if own else None)
+    return {
+        "streams": STREAMS,
+        "failed": sum(found[3] is not None for found in [*alone.values(), *through.values()]),
+        "errors": [found[3] for found in through.values() if found[3]][:3],
+        "switches": outcomes,
+        "texts_equal": equal,
+        "gap_at_first_difference": sorted(gap for gap in gaps if gap is not None),
+    }
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--out", type=Path, required=True)
+    ap.add_argument("--rounds", type=int, default=2, help="sets of streams, three switches each")
+    ap.add_argument("--tokens", type=int, default=3500, help="of each stream")
+    ap.add_argument("--text-tokens", type=int, default=400, help="of each stream whose text is compared; 0: none")
+    ap.add_argument("--flags", nargs="*", default=[], help="more flags of kvern serve, without dashes: NAME=VALUE")
+    a = ap.parse_args()
+    flags = [word for flag in a.flags for word in (f"--{flag.partition('=')[0]}", flag.partition("=")[2])]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    with tempfile.TemporaryDirectory() as folder, a.out.open("a") as out:
+
+        def write(line):
+            line = {"engine": "kvern-bf16", **line, "commit": commit}
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+            print(json.dumps(line), flush=True)
+
+        write_model(folder)
+        write_tokenizer(folder)
+        server = Server(folder, flags)
+        try:
+            print(f"ready after {server.ready_after:.1f} s", flush=True)
+            write({"idle": True, **seen({0: ([], "", [], None)}, *server.switch(2), time.monotonic())})
+            write({"idle": True, **seen({0: ([], "", [], None)}, *server.switch(1), time.monotonic())})
+            if a.text_tokens:
+                write(same_text(server, a.text_tokens))
+            under_load(server, a.rounds, a.tokens, write)
+            write({"layout": server.layout()["feasible"]})
+        finally:
+            server.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

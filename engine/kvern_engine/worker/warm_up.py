@@ -1,0 +1,95 @@
+"""What a layout to come needs of a GPU is made at the start: kernels compiled and loaded, libraries warm. In the pause
+of a switch nothing of that is to be waited for.
+
+A rank of each other size is played by a model of one layer, alone: sums over ranks that are not there are left out.
+"""
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvern_engine.models.registry import CausalLM, model_class
+from kvern_engine.parallel.groups import ParallelContext, TensorGroup
+from kvern_engine.parallel.layout import Layout, feasible_tensor_sizes
+from kvern_engine.worker.load import random_weights
+from kvern_engine.worker.runner import Runner
+from kvern_engine.worker.tables import RowTables
+from kvern_kernels import Fp8Weight
+
+if TYPE_CHECKING:
+    from kvern_engine.worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_DECODES = (256, 128, 64, 32, 16, 8, 4, 2, 1)  # rows, the largest first
+_MIXED = 6  # so many of the graphs with prompts, spread over the sizes
+
+
+class AloneGroup(TensorGroup):
+    """One rank of several, the others left out."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """`x`, as it is."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`x` [R, n] in place of every rank's."""
+        return x.repeat(1, self.size)
+
+
+def other_layouts(worker: "Worker") -> list[Layout]:
+    """The layouts that the worker's pod could change to."""
+    world, own = worker.layout.world, worker.layout.tensor
+    sizes = feasible_tensor_sizes(worker.model.config, world)
+    return [Layout(world // size, size) for size in sizes if world % size == 0 and size != own]
+
+
+def warm_other_layouts(worker: "Worker") -> list[Tensor | Fp8Weight]:
+    """Runs a layer of each other layout's shapes; the weights of one, to choose kernels for."""
+    products: list[Tensor | Fp8Weight] = []
+    for layout in other_layouts(worker):
+        model = _one_layer(worker, layout)
+        products += model.products()
+        _run(worker, model)
+        log.debug("warmed up for %s", layout)
+    return products
+
+
+def _one_layer(worker: "Worker", layout: Layout) -> CausalLM:
+    config = replace(worker.model.config, num_layers=1)
+    group = AloneGroup(layout.tensor, layout.coordinates(worker.rank)[2])
+    model = model_class(config.architecture)(
+        config,
+        max_positions=worker.max_model_len,
+        dtype=worker.model.dtype,
+        device=worker.device,
+        parallel=ParallelContext(layout, worker.rank, group),
+    )
+    random_weights(model, 0)
+    return model
+
+
+@torch.inference_mode()
+def _run(worker: "Worker", model: CausalLM) -> None:
+    from kvern_engine.worker.worker import profile_plan
+
+    tokens, limits = worker.step_limits.max_num_batched_tokens, worker.step_limits
+    size, head_dim, heads = worker.config.block_size, model.config.head_dim, model.shard.kv_heads.size
+    tables = RowTables(
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=worker.max_model_len,
+        block_size=size,
+        vocab_size=model.config.vocab_size,
+        device=worker.device,
+    )
+    arena = torch.zeros(1, 2, heads, 1, size, head_dim, dtype=model.dtype, device=worker.device)
+    runner = Runner(model, tables, arena, tokens)
+    runner.execute(profile_plan(tokens, limits.max_num_seqs, worker.max_model_len, size)).result()
+    if worker.device.type == "cuda" and model.capturable:
+        decode, mixed = runner.add_graphs()
+        decode.capture([rows for rows in _DECODES if rows in decode.sizes])
+        mixed.capture(mixed.sizes[:: max(1, len(mixed.sizes) // _MIXED)])
+        torch.cuda.synchronize(worker.device)
