@@ -111,11 +111,11 @@ class Streams:
 class Server:
     """`kvern serve` on two GPUs, as two engines of one."""
 
-    def __init__(self, folder, flags):
+    def __init__(self, folder, device, flags):
         token = Path(folder) / "token"
         token.write_text("secret")
         token.chmod(0o600)
-        command = [sys.executable, "-m", "kvern_engine.cli", "serve", folder, "--device", "cuda", "-dp", "2"]
+        command = [sys.executable, "-m", "kvern_engine.cli", "serve", folder, "--device", device, "-dp", "2"]
         command += [
             "--port",
             "8123",
@@ -251,6 +251,7 @@ def main():
     ap.add_argument("--rounds", type=int, default=2, help="sets of streams, three switches each")
     ap.add_argument("--tokens", type=int, default=3500, help="of each stream")
     ap.add_argument("--text-tokens", type=int, default=400, help="of each stream whose text is compared; 0: none")
+    ap.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim tries the benchmark itself")
     ap.add_argument("--flags", nargs="*", default=[], help="more flags of kvern serve, without dashes: NAME=VALUE")
     a = ap.parse_args()
     flags = [word for flag in a.flags for word in (f"--{flag.partition('=')[0]}", flag.partition("=")[2])]
@@ -258,14 +259,14 @@ def main():
     with tempfile.TemporaryDirectory() as folder, a.out.open("a") as out:
 
         def write(line):
-            line = {"engine": "kvern-bf16", **line, "commit": commit}
+            line = {"engine": "kvern-bf16" if a.device == "cuda" else "sim", **line, "commit": commit}
             out.write(json.dumps(line) + "\n")
             out.flush()
             print(json.dumps(line), flush=True)
 
         write_model(folder)
         write_tokenizer(folder)
-        server = Server(folder, flags)
+        server = Server(folder, a.device, flags)
         try:
             print(f"ready after {server.ready_after:.1f} s", flush=True)
             write({"idle": True, **seen({0: ([], "", [], None)}, *server.switch(2), time.monotonic())})

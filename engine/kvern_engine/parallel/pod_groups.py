@@ -44,7 +44,16 @@ class PodGroups:
             device_id=device if cuda else None,
             timeout=timedelta(seconds=OPERATION_SECONDS),
         )
-        return cls(rank, world, device)
+        made = cls(rank, world, device)
+        made._first_contact()
+        return made
+
+    def _first_contact(self) -> None:
+        """A little to and from every peer: what connects them on first use is not to be waited for later."""
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        outgoing = {rank: torch.zeros(1 << 16, dtype=torch.uint8, device=self.device) for rank in others}
+        self.transfer(outgoing, {rank: torch.empty_like(data) for rank, data in outgoing.items()}, 0)
+        TensorGroup(self.world, self.rank, dist.group.WORLD).all_reduce(torch.ones(1, device=self.device))
 
     def context(self, layout: Layout) -> ParallelContext:
         """This rank's place in `layout`, which has one stage."""

@@ -48,9 +48,12 @@ def other_layouts(worker: "Worker") -> list[Layout]:
 
 
 def warm_other_layouts(worker: "Worker") -> list[Tensor | Fp8Weight]:
-    """Runs a layer of each other layout's shapes; the weights of one, to choose kernels for."""
+    """Connects the ranks of each other layout and runs a layer of its shapes; the weights of one, to choose kernels
+    for."""
     products: list[Tensor | Fp8Weight] = []
     for layout in other_layouts(worker):
+        if worker.groups is not None:
+            worker.groups.context(layout).tensor.all_reduce(torch.ones(1, device=worker.device))
         model = _one_layer(worker, layout)
         products += model.products()
         _run(worker, model)

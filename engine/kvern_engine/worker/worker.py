@@ -138,7 +138,7 @@ class Worker:
                 )
             with self._phase("products", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
                 products = self.model.products()
-                if self.groups is not None:
+                if self.groups is not None and self._quantization is None:
                     products += warm_other_layouts(self)
                 large_products.choose(products, self._most_tokens, dtype)
                 del products
