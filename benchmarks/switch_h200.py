@@ -32,7 +32,7 @@ from http_h200 import write_tokenizer
 CHARACTERS = 5  # of each token's text: a space and four letters
 STREAMS, LONG = 64, 4000
 PROCESSES = 8
-AFTER = 7.0  # seconds that are looked at from a call on
+AFTER = 5.5  # seconds that are looked at from a call on
 
 
 def request(url, path, body=None, token=None, timeout=60):
@@ -50,6 +50,7 @@ def read_stream(url, index, tokens, logprobs, salt):
     length = LONG if index % 2 else 100
     prompt = [1000 + salt * 97 + index, *((index * 7919 + n * 31 + salt) % 120000 + 300 for n in range(length - 1))]
     body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+    body["seed"] = index  # what the simulated device goes by
     if logprobs:
         body["logprobs"] = 2
     events, text, gaps, error = [], [], [], None
@@ -210,7 +211,7 @@ def under_load(server, rounds, tokens, write):
     """Switches while streams run; `rounds` sets of streams with three switches each."""
     for number in range(rounds):
         running, calls = Streams(server.url, tokens, salt=number + 1), []
-        time.sleep(7.0 if number else 9.0)  # prompts are computed
+        time.sleep(4.5 if number else 5.5)  # prompts are computed
         for _ in range(3):
             calls.append(server.switch(1 if server.layout()["current"] == 2 else 2))
             time.sleep(max(0.0, calls[-1][0] + AFTER - time.monotonic()))
@@ -249,7 +250,7 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", type=Path, required=True)
     ap.add_argument("--rounds", type=int, default=2, help="sets of streams, three switches each")
-    ap.add_argument("--tokens", type=int, default=3500, help="of each stream")
+    ap.add_argument("--tokens", type=int, default=3900, help="of each stream")
     ap.add_argument("--text-tokens", type=int, default=400, help="of each stream whose text is compared; 0: none")
     ap.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim tries the benchmark itself")
     ap.add_argument("--flags", nargs="*", default=[], help="more flags of kvern serve, without dashes: NAME=VALUE")
