@@ -17,6 +17,7 @@ from . import (
     cpu_attention,
     decode_inputs,
     fp8,
+    hopper_product,
     int8,
     large_products,
     norm,
@@ -161,6 +162,8 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
         tiles = small_gemm_triton.tiles_for(x, weight.shape[0] // 2, True)
         if tiles is not None:
             return small_gemm_triton.gated_linear(x, weight, tiles)
+        if hopper_product.gates(x, weight):
+            return hopper_product.gated_linear(x, weight)
     return silu_and_mul(_linear(x, weight))
 
 
@@ -173,7 +176,10 @@ def add_linear(x: Tensor, weight: Tensor, residual: Tensor) -> bool:
     """
     if not x.is_cuda or x.shape[0] < _ADDING_ROWS:
         return False
-    residual.addmm_(x, weight.t())
+    if hopper_product.adds(x, weight, residual):
+        hopper_product.add_linear(x, weight, residual)
+    else:
+        residual.addmm_(x, weight.t())
     return True
 
 
@@ -278,6 +284,8 @@ def fp8_gated_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> Sc
         tiles = small_gemm_triton.tiles_for(x.values, weight.values.shape[0] // 2, True)
         if tiles is not None:
             return quantize_rows(small_gemm_triton.fp8_gated_linear(x, weight, dtype, tiles))
+        if dtype == torch.bfloat16 and weight.columns is None and hopper_product.gates(x.values, weight.values):
+            return quantize_rows(hopper_product.gated_linear(x.values, weight.values, x.scales, weight.scale))
     return silu_and_mul_fp8(fp8_linear(x, weight, dtype))
 
 

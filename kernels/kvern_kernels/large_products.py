@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from . import hopper_product
 from .cublaslt import FP8, CublasLt, CublasLtError, Shape
 from .fp8 import Fp8Weight
 
@@ -79,12 +80,15 @@ def pick(times: Sequence[float]) -> int:
 
 
 def choose(weights: Sequence[Tensor | Fp8Weight], rows: int, dtype: torch.dtype) -> None:
-    """Find the kernel of each of the weights' shapes at `rows` rows; results are in `dtype`. Does nothing where the
-    weights are not on a GPU, or no step has so many rows."""
+    """Find the kernel of each of the weights' shapes at `rows` rows; results are in `dtype`. Our own kernel for Hopper
+    is compiled, too. Does nothing where the weights are not on a GPU, or no step has so many rows."""
     known = [weight for weight in weights if _values(weight).is_cuda and _values(weight).element_size() <= 2]
     if not known or rows < LARGE_ROWS:
         return
     device = _values(known[0]).device
+    for stored in {_values(weight).dtype for weight in known}:
+        if dtype == torch.bfloat16:
+            hopper_product.prepare(device, stored, folder())
     try:
         library = CublasLt(device)
         chosen = _Chosen(library, {})

@@ -18,7 +18,7 @@ from torch import Tensor
 
 MIN_TOKENS = 1024
 STEP = 512
-MOST_ROWS = 8
+MOST_ROWS = 16
 SHARED_STEPS = 4
 MOST_PREFIX = 0.5  # of the context: (1 - 0.5^2) of the work at 1.55 times the speed
 

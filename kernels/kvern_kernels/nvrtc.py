@@ -1,0 +1,156 @@
+"""CUDA C++ for one kernel: compiled by NVRTC, which torch brings along, kept on disk, launched by the driver.
+
+For what Triton cannot say (clusters that share loads). `Kernel` takes raw arguments: tensor maps, pointers, integers.
+"""
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAP_TYPES = {torch.float8_e4m3fn: 0, torch.bfloat16: 9}  # CUtensorMapDataType: bytes, bfloat16
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+
+
+class CudaError(RuntimeError):
+    """The compiler or the driver refused something."""
+
+
+def _nvrtc() -> ctypes.CDLL:
+    """torch's NVRTC, the system's where its place is another. What it loads itself by name must be there before."""
+    folder = Path(torch.__file__).parent.parent / "nvidia"
+    for path in sorted(folder.glob("*/lib/libnvrtc-builtins.so.*")):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    for name in [*(str(path) for path in sorted(folder.glob("*/lib/libnvrtc.so.*"))), "libnvrtc.so.13", "libnvrtc.so"]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise CudaError("NVRTC cannot be loaded")
+
+
+def compile_source(source: str, options: Sequence[str]) -> bytes:
+    """The machine code of `source`. Raises CudaError with what the compiler said."""
+    lib, program = _nvrtc(), ctypes.c_void_p()
+    if lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None):
+        raise CudaError("NVRTC: no program could be made")
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status, size = lib.nvrtcCompileProgram(program, len(options), given), ctypes.c_size_t()
+        if status:
+            lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            said = ctypes.create_string_buffer(size.value + 1)
+            lib.nvrtcGetProgramLog(program, said)
+            raise CudaError(f"NVRTC: status {status}: {said.value.decode(errors='replace')[:2000]}")
+        lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        lib.nvrtcGetCUBIN(program, code)
+        return code.raw
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def compiled(source: str, options: Sequence[str], folder: Path) -> bytes:
+    """As `compile_source`, from `folder` where an earlier start has left it there."""
+    digest = hashlib.sha256("\0".join([source, *options, str(torch.version.cuda)]).encode()).hexdigest()
+    path = folder / f"kvern-{digest[:32]}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        code = compile_source(source, options)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(code)
+        partial.replace(path)
+    except OSError:
+        pass  # compiled again at the next start
+    return code
+
+
+class _Driver:
+    """libcuda; the context is that of torch, current in every thread that has used the device."""
+
+    def __init__(self) -> None:
+        self.lib = ctypes.CDLL("libcuda.so.1")
+
+    def check(self, status: int, what: str) -> None:
+        if status:
+            name = ctypes.c_char_p()
+            self.lib.cuGetErrorName(status, ctypes.byref(name))
+            raise CudaError(f"CUDA: {what} failed: {(name.value or b'?').decode()}")
+
+
+class TensorMap:
+    """What the tensor memory accelerator needs to know of a matrix [rows, columns] whose rows are contiguous: boxes of
+    `box_rows` rows x 128 bytes, swizzled by 128 bytes. Rows behind the last one read as zeros and are not written."""
+
+    def __init__(self, matrix: Tensor, box_rows: int) -> None:
+        size, align = 128, 64
+        self._room = ctypes.create_string_buffer(size + align)
+        self.address = (ctypes.addressof(self._room) + align - 1) & ~(align - 1)
+        driver, item = _driver(), matrix.element_size()
+        rows, columns = matrix.shape
+        driver.check(
+            driver.lib.cuTensorMapEncodeTiled(
+                ctypes.c_void_p(self.address),
+                _MAP_TYPES[matrix.dtype],
+                2,
+                ctypes.c_void_p(matrix.data_ptr()),
+                (ctypes.c_uint64 * 2)(columns, rows),
+                (ctypes.c_uint64 * 1)(matrix.stride(0) * item),
+                (ctypes.c_uint32 * 2)(128 // item, box_rows),
+                (ctypes.c_uint32 * 2)(1, 1),
+                0,
+                _SWIZZLE_128B,
+                _PROMOTE_256B,
+                0,
+            ),
+            "tensor map",
+        )
+
+
+_found: list[_Driver] = []
+
+
+def _driver() -> _Driver:
+    if not _found:
+        _found.append(_Driver())
+    return _found[0]
+
+
+class Kernel:
+    """One entry function of `code`, loaded in the current context."""
+
+    def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
+        self._driver, self._shared = _driver(), shared_bytes
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        lib, check = self._driver.lib, self._driver.check
+        check(lib.cuModuleLoadData(ctypes.byref(self._module), code), "loading a kernel")
+        check(lib.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"kernel {name}")
+        check(lib.cuFuncSetAttribute(self._function, _SHARED_BYTES_ATTRIBUTE, shared_bytes), "shared memory")
+
+    def launch(self, blocks: int, threads: int, arguments: Sequence["TensorMap | Tensor | int | None"]) -> None:
+        """On the current stream; integers are 32 bits wide, tensors are passed by their addresses."""
+        kept = [_raw(argument) for argument in arguments]
+        addresses = (ctypes.c_void_p * len(kept))(
+            *(one.address if isinstance(one, TensorMap) else ctypes.addressof(one) for one in kept)
+        )
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        status = self._driver.lib.cuLaunchKernel(
+            self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, addresses, None
+        )
+        self._driver.check(status, "a launch")
+
+
+def _raw(argument: "TensorMap | Tensor | int | None") -> "TensorMap | ctypes.c_int32 | ctypes.c_uint64":
+    if isinstance(argument, TensorMap):
+        return argument
+    if isinstance(argument, int):
+        return ctypes.c_int32(argument)
+    return ctypes.c_uint64(0 if argument is None else argument.data_ptr())
