@@ -174,13 +174,13 @@ def seen(found, called, record, until):
     """What the clients saw of one switch; `until` is when the next one was asked for."""
     pauses, failed, alive = [], 0, 0
     for events, _, _, error in found.values():
-        times = [at for at, _ in events if called - 1.0 <= at <= called + AFTER]
-        if not times or times[0] > called:
+        times = [at for at, _ in events]
+        if not times or times[0] > called or (times[-1] < called and error is None):
             continue
         alive += 1
         failed += error is not None
-        spans = zip(times, [*times[1:]], strict=False)
-        pauses.append(max((later - earlier for earlier, later in spans if later > called), default=AFTER))
+        spans = zip(times, [*times[1:], time.monotonic()] if error is not None else times[1:], strict=False)
+        pauses.append(max((b - a for a, b in spans if b > called and a < called + AFTER), default=0.0))
     pauses.sort()
     end = min(until, called + AFTER)
     after = rate(found, end - 2.0, end)

@@ -1,4 +1,5 @@
-"""What pods say of themselves: engines on their admin port, where they are also told to drain, routers on their own.
+"""What pods say of themselves: engines on their admin port, where they are also told to drain or to change their
+layout, routers on their own.
 Effects only, nothing is decided here.
 
 Every pod is asked by a task of its own, with short timeouts; a pass of reconcile reads the last answer and waits for
@@ -6,6 +7,7 @@ nobody. A pod that hangs holds up neither the others nor the operator.
 """
 
 import asyncio
+import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +19,8 @@ import aiohttp
 from kvern_operator.observed import Fetch
 from kvern_operator.pods import read_fetch
 from kvern_operator.queue import Key
+from kvern_operator.relayout import UNKNOWN, SaidLayout
+from kvern_operator.relayout import read_layout as read_said
 from kvern_operator.waiting import wait_or_timeout
 
 log = logging.getLogger("kvern.admin")
@@ -32,6 +36,12 @@ class Report:
     device: str = ""
     fetch: Fetch | None = None  # of a download
     sends_to: frozenset[str] | None = None  # of a router: see Pod
+    layout: SaidLayout = UNKNOWN
+    refused: tuple[tuple[int, str], ...] = ()  # see Pod
+
+
+class RefusedError(ValueError):
+    """A pod will not do it; the text is its own, and asking again does not help."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,8 @@ def read_layout(answer: Any, before: Report) -> Report:
         feasible = tuple((int(s["size"]), int(s["kvTokens"])) for s in sizes or ())
     except (KeyError, TypeError, ValueError):
         feasible = before.feasible
-    return replace(before, feasible=feasible, device=str(answer.get("device") or before.device))
+    said = read_said(answer) or before.layout
+    return replace(before, feasible=feasible, device=str(answer.get("device") or before.device), layout=said)
 
 
 def read_routes(answer: Any, before: Report) -> Report:
@@ -103,6 +114,14 @@ def read_routes(answer: Any, before: Report) -> Report:
 def _steps(fetch: Fetch | None) -> tuple[int, int, str] | None:
     """A download in whole percents: what is worth a look."""
     return (fetch.done * 100 // max(fetch.total, 1), fetch.total, fetch.text) if fetch else None
+
+
+def _error_of(text: str) -> str:
+    """What an error's JSON body says, or the body itself."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (KeyError, TypeError, ValueError):
+        return text[:300]
 
 
 class Prober:
@@ -158,18 +177,33 @@ class Prober:
             verb = "drain" if draining else "take requests again"
             log.warning("%s could not be told to %s: %s", asked.target.name, verb, str(error) or "no answer in time")
 
-    async def call(self, method: str, target: Target, path: str) -> Any:
-        """One question, one JSON answer. Raises what aiohttp raises, TimeoutError and ValueError."""
+    async def switch(self, key: Key, uid: str, tensor: int) -> None:
+        """Ask a pod to change its tensor size while it serves. What came of it shows in `reports`."""
+        asked = self._asked.get(key, {}).get(uid)
+        if asked is None:
+            return
+        try:
+            await asked.switch(tensor)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            why = str(error) or "no answer in time"
+            log.warning("%s could not be told to change to tensor size %d: %s", asked.target.name, tensor, why)
+
+    async def call(self, method: str, target: Target, path: str, body: object = None) -> Any:
+        """One question, one JSON answer. Raises what aiohttp raises, TimeoutError and ValueError (RefusedError: a 400
+        that says why)."""
         if self._session is None:
             # A proxy of the environment must not see the token.
             self._session = aiohttp.ClientSession(trust_env=False, connector=aiohttp.TCPConnector(limit=0))
         headers = {"Authorization": f"Bearer {target.token}"} if target.token else {}
         timeout = aiohttp.ClientTimeout(total=self._pace.timeout)
         url = f"http://{target.address}{path}"
-        async with self._limit, self._session.request(method, url, headers=headers, timeout=timeout) as answer:
-            if answer.status != 200:
-                raise ValueError(f"HTTP {answer.status}")
-            return await answer.json(content_type=None)
+        call = self._session.request(method, url, json=body, headers=headers, timeout=timeout)
+        async with self._limit, call as answer:
+            if answer.status in (200, 202):
+                return await answer.json(content_type=None)
+            if answer.status == 400:
+                raise RefusedError(_error_of(await answer.text()))
+            raise ValueError(f"HTTP {answer.status}")
 
     @property
     def pace(self) -> Pace:
@@ -188,6 +222,7 @@ class _Asked:
         self.target, self.report = target, Report()
         self._prober, self._key, self._failures = prober, key, 0
         self._leaving, self._hurried, self.tried = False, asyncio.Event(), False
+        self._layout_due = 0.0
         self._task = asyncio.create_task(self._run(), name=f"ask {target.name}")
 
     def hurry(self, leaving: bool) -> None:
@@ -206,6 +241,28 @@ class _Asked:
         self._failures = 0
         self._take(read_load(answer, self.report))
 
+    async def switch(self, tensor: int) -> None:
+        """Tell it to change its tensor size. Raises what `call` raises."""
+        body = {"tensor": tensor, "generation": self.report.layout.generation_for(tensor)}
+        self._layout_due = 0.0  # whatever the answer is: looked at again at once
+        try:
+            answer = await self._prober.call("POST", self.target, "/admin/layout", body)
+        except RefusedError as error:
+            kept = tuple(pair for pair in self.report.refused if pair[0] != tensor)
+            self._take(replace(self.report, refused=(*kept, (tensor, str(error)))))
+            raise
+        finally:
+            self._hurried.set()
+        self._take(read_layout(answer, self.report))
+
+    async def _ask_layout(self) -> None:
+        pace, clock = self._prober.pace, asyncio.get_running_loop().time
+        self._take(read_layout(await self._prober.call("GET", self.target, "/admin/layout"), self.report))
+        if self.report.layout.switching:
+            return
+        known = bool(self.report.feasible)
+        self._layout_due = clock() + (pace.layout_wait(self._prober.pods) if known else pace.usual)
+
     async def _ask_fetch(self) -> None:
         fetch = read_fetch(await self._prober.call("GET", self.target, "/admin/fetch"))
         if fetch is None:
@@ -223,12 +280,12 @@ class _Asked:
         moved = self._leaving and before.in_flight != report.in_flight
         said = (before.draining, before.feasible, before.device) != (report.draining, report.feasible, report.device)
         further = _steps(before.fetch) != _steps(report.fetch)
-        if known or moved or said or further or before.sends_to != report.sends_to:
+        relaid = (before.layout, before.refused) != (report.layout, report.refused)
+        if known or moved or said or relaid or further or before.sends_to != report.sends_to:
             self._prober.report_changed(self._key)
 
     async def _run(self) -> None:
         pace, loop = self._prober.pace, asyncio.get_running_loop()
-        layout_due = 0.0
         while True:
             try:
                 if self.target.fetching:
@@ -236,11 +293,8 @@ class _Asked:
                 elif self.target.routing:
                     await self._ask_router()
                 else:
-                    if loop.time() >= layout_due:
-                        report = read_layout(await self._prober.call("GET", self.target, "/admin/layout"), self.report)
-                        self._take(report)
-                        known = bool(report.feasible)
-                        layout_due = loop.time() + (pace.layout_wait(self._prober.pods) if known else pace.usual)
+                    if loop.time() >= self._layout_due:
+                        await self._ask_layout()
                     await self.load()
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 self._failures += 1
@@ -248,6 +302,7 @@ class _Asked:
                 if self._failures >= pace.patience:
                     self._take(replace(self.report, in_flight=None, sends_to=None))
             self.tried = True
-            wait = pace.wait(self._prober.pods, leaving=self._leaving, silent=self._failures > 0)
+            hurried = self._leaving or self.report.layout.switching
+            wait = pace.wait(self._prober.pods, leaving=hurried, silent=self._failures > 0)
             self._hurried.clear()
             await wait_or_timeout(self._hurried, wait * random.uniform(0.9, 1.1))

@@ -94,7 +94,8 @@ class Executor:
         pods = {p.name: p.uid for p in scene.observed.pods if not p.terminating}
         tell = [(name, False) for name in plan.resume] + [(name, True) for name in plan.drain]
         await asyncio.gather(
-            *(self._prober.tell(key, pods[name], draining=draining) for name, draining in tell if name in pods)
+            *(self._prober.tell(key, pods[name], draining=draining) for name, draining in tell if name in pods),
+            *(self._prober.switch(key, pods[name], size) for name, size in plan.switch if name in pods),
         )
         if not any(obj["kind"] == "ConfigMap" for obj in plan.apply):
             # A kubelet that hears of the pod before it hears of the ConfigMap mounts the old one: so this comes a pass

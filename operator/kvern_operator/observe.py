@@ -166,4 +166,8 @@ def _pod(obj: Object, live: Mapping[tuple[str, str], Live], reports: Mapping[str
         device=report.device,
         fetch=report.fetch or pod.fetch,
         sends_to=report.sends_to,
+        tensor=report.layout.tensor,
+        switching=report.layout.switching,
+        refused=report.refused,
+        switch_failed=report.layout.failed,
     )

@@ -39,6 +39,9 @@ class SaidLayout:
         return self.generation if self.target == tensor else self.generation + 1
 
 
+UNKNOWN = SaidLayout()
+
+
 def read_layout(answer: Any) -> SaidLayout | None:
     """None where that is no answer."""
     try:

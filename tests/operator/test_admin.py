@@ -23,6 +23,7 @@ class Engine:
         self.load = {"draining": False, "in_flight": 2}
         self.layout = {"feasible": [{"size": 1, "kvTokens": 4096}], "device": "cpu"}
         self.hang, self.asked, self.told = False, 0, []
+        self.refuse, self.busy = "", False
 
     async def drain(self, request):
         self.asked += 1
@@ -36,12 +37,21 @@ class Engine:
         return web.json_response(self.load)
 
     async def layout_(self, request):
+        if request.method == "POST":
+            body = await request.json()
+            self.told.append((body["tensor"], body["generation"]))
+            if self.refuse:
+                return web.json_response({"error": {"message": self.refuse}}, status=400)
+            if self.busy:
+                return web.json_response({"error": {"message": "a switch is running"}}, status=409)
+            self.layout |= {"target": body["tensor"], "generation": body["generation"], "phase": "Resharding"}
+            return web.json_response(self.layout, status=202)
         return web.json_response(self.layout)
 
     async def start(self):
         app = web.Application()
         app.router.add_route("*", "/admin/drain", self.drain)
-        app.router.add_get("/admin/layout", self.layout_)
+        app.router.add_route("*", "/admin/layout", self.layout_)
         self.runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
@@ -194,3 +204,43 @@ async def test_a_router_says_whom_it_sends_to(prober):
 def test_what_is_no_answer_of_a_router_is_none(answer):
     with pytest.raises(ValueError, match="no replicas"):
         read_routes(answer, Report())
+
+
+SIZES = {"current": 1, "target": 1, "generation": 4, "phase": "Stable", "last": []}
+
+
+async def test_a_pod_is_told_a_size_and_watched_until_it_has_it(engine, prober):
+    engine.layout |= SIZES
+    prober.watch(KEY, [target(engine)])
+    await until(lambda: prober.reports(KEY)["p-1"].layout.tensor == 1)
+    await prober.switch(KEY, "p-1", 2)
+    assert engine.told == [(2, 5)] and prober.reports(KEY)["p-1"].layout.switching
+    prober.changes.clear()
+    engine.layout |= {"current": 2, "phase": "Stable"}
+    await until(lambda: prober.reports(KEY)["p-1"].layout.tensor == 2)
+    assert not prober.reports(KEY)["p-1"].layout.switching and prober.changes
+    await prober.switch(KEY, "p-1", 2)
+    assert engine.told[-1] == (2, 5), "asked again for what it was told last: the same generation"
+
+
+async def test_a_pod_that_refuses_a_size_says_why(engine, prober, caplog):
+    engine.layout |= SIZES
+    prober.watch(KEY, [target(engine)])
+    await until(lambda: prober.reports(KEY)["p-1"].layout.tensor == 1)
+    engine.refuse = "tensor must be 1, the present size, got 2: the model is a pipeline of 2 stages."
+    await prober.switch(KEY, "p-1", 2)
+    assert prober.reports(KEY)["p-1"].refused == ((2, engine.refuse),)
+    assert f"pod p-1 could not be told to change to tensor size 2: {engine.refuse}" in caplog.text
+    await prober.switch(KEY, "nobody", 2)
+
+
+async def test_one_that_is_busy_or_has_failed_is_looked_at_again(engine, prober):
+    engine.layout |= SIZES
+    prober.watch(KEY, [target(engine)])
+    await until(lambda: prober.reports(KEY)["p-1"].layout.tensor == 1)
+    engine.busy = True
+    engine.layout |= {"generation": 9, "last": [{"to": 2, "outcome": "RolledBack", "reason": "worker 1 died"}]}
+    await prober.switch(KEY, "p-1", 2)
+    await until(lambda: prober.reports(KEY)["p-1"].layout.failed == (2, "worker 1 died"))
+    report = prober.reports(KEY)["p-1"]
+    assert report.refused == () and report.layout.generation_for(2) == 10

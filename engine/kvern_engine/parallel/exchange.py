@@ -21,6 +21,8 @@ from kvern_engine.parallel.groups import OPERATION_SECONDS, ParallelContext, Ten
 from kvern_engine.parallel.layout import Layout
 from kvern_engine.parallel.messages import GIVEN_UP
 
+_POLL_SECONDS = 0.004  # everything stands still meanwhile
+
 
 class Between(Protocol):
     """A move from one rank to another."""
@@ -42,7 +44,8 @@ def join_pod(layout: Layout, rank: int, rendezvous: str, timeout: float) -> tupl
     engine, _, tensor_rank = layout.coordinates(rank)
     begin = time.monotonic()
     store = open_store(rendezvous, rank == 0, rank, 0, timeout)
-    meet(store, range(layout.world), rank, engine, rendezvous, begin + timeout, given_up_file(rendezvous).exists)
+    given_up = given_up_file(rendezvous).exists
+    meet(store, range(layout.world), rank, engine, rendezvous, begin + timeout, given_up, _POLL_SECONDS)
     pod = _gloo(PrefixStore("pod", store), rank, layout.world, timeout)
     if layout.tensor == 1:
         return pod, ParallelContext.single(rank, layout)
@@ -54,7 +57,9 @@ def meet_again(layout: Layout, rank: int, rendezvous: str, timeout: float) -> No
     """As `join_pod`, for ranks that are connected: returns when all of them are there. Raises RankMissingError."""
     store, deadline = open_store(rendezvous, rank == 0, rank, 0, timeout), time.monotonic() + timeout
     engine = layout.coordinates(rank)[0]
-    meet(store, range(layout.world), rank, engine, rendezvous, deadline, given_up_file(rendezvous).exists)
+    meet(
+        store, range(layout.world), rank, engine, rendezvous, deadline, given_up_file(rendezvous).exists, _POLL_SECONDS
+    )
 
 
 def given_up_file(rendezvous: str) -> Path:

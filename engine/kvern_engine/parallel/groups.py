@@ -302,9 +302,10 @@ def meet(
     rendezvous: str,
     deadline: float,
     given_up: Callable[[], bool] = lambda: False,
+    poll: float = _POLL_SECONDS,
 ) -> None:
-    """Returns when all `ranks` have come. Raises RankMissingError naming those that have not by `deadline`, or when
-    `given_up` says that nobody waits for this any more."""
+    """Returns when all `ranks` have come, looking every `poll` seconds. Raises RankMissingError naming those that have
+    not by `deadline`, or when `given_up` says that nobody waits for this any more."""
     begin = time.monotonic()
     store.set(f"joined/{rank}", "1")
     missing = list(ranks)
@@ -317,7 +318,7 @@ def meet(
                 f"{named} of engine {engine} did not join within {time.monotonic() - begin:.0f} s; rank {rank} waited "
                 f"at {rendezvous} and met {len(ranks) - len(missing)} of {len(ranks)} ranks"
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(poll)
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 GIB = 1 << 30
 CPU_SHARE = 0.25  # of the memory that is available
 CPU_MOST = 4 * GIB
+SWITCH_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,13 @@ def available_on_gpu(total: int, used: int, utilization: float, graphs: int = 0)
     `used`, the peak of weights and profile run with whatever else lives on the device, and `graphs`, the pools of
     captured CUDA graphs."""
     return max(0, int(total * utilization) - used - graphs)
+
+
+def switch_reserve(total: int) -> int:
+    """Bytes of a device of `total` bytes that stay free for changes of the layout: beside what `gpu_memory_utilization`
+    leaves, K and V of running requests are kept there while the arena is made anew. What finds no room is kept by the
+    host, which takes a second for 1.3 GB."""
+    return int(total * SWITCH_SHARE)
 
 
 def available_on_cpu(free: int, ranks: int, needed: int) -> int:

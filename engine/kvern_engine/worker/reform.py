@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 SLICE_BYTES = 32 << 20  # what a pair of ranks has on its way at once
 GPU_SLICE_BYTES = 256 << 20  # the same between GPUs
-MARGIN_BYTES = 2 << 30  # on a GPU, left to graphs, buffers of a slice and libraries
+MARGIN_BYTES = 3 << 29  # on a GPU, left to graphs, buffers of a slice and libraries
 
 
 def why_not(worker: Worker) -> str | None:

@@ -15,6 +15,7 @@ from kvern_engine.models.registry import CausalLM, model_class
 from kvern_engine.parallel.groups import ParallelContext, TensorGroup
 from kvern_engine.parallel.layout import Layout, feasible_tensor_sizes
 from kvern_engine.worker.load import random_weights
+from kvern_engine.worker.profile_plan import profile_plan
 from kvern_engine.worker.runner import Runner
 from kvern_engine.worker.tables import RowTables
 from kvern_kernels import Fp8Weight
@@ -77,8 +78,6 @@ def _one_layer(worker: "Worker", layout: Layout) -> CausalLM:
 
 @torch.inference_mode()
 def _run(worker: "Worker", model: CausalLM) -> None:
-    from kvern_engine.worker.worker import profile_plan
-
     tokens, limits = worker.step_limits.max_num_batched_tokens, worker.step_limits
     size, head_dim, heads = worker.config.block_size, model.config.head_dim, model.shard.kv_heads.size
     tables = RowTables(

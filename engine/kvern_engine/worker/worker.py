@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvern_engine.config import EngineConfig
-from kvern_engine.core.plan import AddedRow, RowSampling, StepPlan, WorkerReady
+from kvern_engine.core.plan import StepPlan, WorkerReady
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.remote_code import remote_code_note
 from kvern_engine.loading.resolve import ModelFiles, resolve_model
@@ -26,7 +26,6 @@ from kvern_engine.models.registry import CausalLM, model_class
 from kvern_engine.parallel.groups import ParallelContext, init_parallel
 from kvern_engine.parallel.layout import Layout, check_layout
 from kvern_engine.parallel.pod_groups import PodGroups
-from kvern_engine.request import MAX_LOGPROBS
 from kvern_engine.worker import limits, memory
 from kvern_engine.worker.graphs import CAPTURED_AT_START, DecodeGraphs
 from kvern_engine.worker.invariant import first_difference, probe_plans
@@ -42,6 +41,7 @@ from kvern_engine.worker.offload import (
     plan_offload,
 )
 from kvern_engine.worker.pending import Pending
+from kvern_engine.worker.profile_plan import profile_plan
 from kvern_engine.worker.runner import Runner
 from kvern_engine.worker.stages import StageLink
 from kvern_engine.worker.tables import RowTables
@@ -433,40 +433,13 @@ class Worker:
             return self.config.kv_cache_memory_bytes
         if self.device.type == "cuda":
             total = torch.cuda.mem_get_info(self.device)[1]
-            available = memory.available_on_gpu(total, used, self.config.gpu_memory_utilization)
+            reserve = memory.switch_reserve(total) if self.groups is not None else 0
+            available = memory.available_on_gpu(total, used + reserve, self.config.gpu_memory_utilization)
             return available if self.most_kv_bytes is None else min(available, self.most_kv_bytes)
         longest = memory.blocks_for(self.max_model_len, self.config.block_size) * per_block
         return memory.available_on_cpu(
             memory.available_host_memory(), self._place.world, self.step_limits.max_num_seqs * longest
         )
-
-
-def profile_plan(tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> StepPlan:
-    """A step of `tokens` tokens in as many rows as there may be, all sampling with the costliest features and logprobs
-    of everything, except for one (where not all rows ask for something, theirs are copied). Every block is block 0."""
-    rows = min(max_num_seqs, tokens)
-    each = min(max(1, tokens // rows), max_model_len)
-    costly = RowSampling(
-        seed=0,
-        top_p=0.9,
-        min_p=0.01,
-        repetition_penalty=1.1,
-        logprobs=MAX_LOGPROBS,
-        prompt_logprobs=MAX_LOGPROBS,
-    )
-    samplings = [costly] * max(rows - 1, 1) + [RowSampling(seed=0)] * (rows > 1)
-    blocks = [0] * memory.blocks_for(each, block_size)
-    return StepPlan(
-        step=0,
-        removed=[],
-        added=[AddedRow(row, f"profile-{row}", [0] * each, each, blocks, samplings[row]) for row in range(rows)],
-        block_edits=[],
-        copies=[],
-        rows=list(range(rows)),
-        starts=[0] * rows,
-        counts=[each] * rows,
-        samples=[True] * rows,
-    )
 
 
 def _sizes_at_start(graphs: DecodeGraphs) -> list[int]:

@@ -14,7 +14,8 @@ from worker_harness import GREEDY, plan
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import AddedRow
 from kvern_engine.worker import create_worker
-from kvern_engine.worker.worker import Worker, profile_plan
+from kvern_engine.worker.profile_plan import profile_plan
+from kvern_engine.worker.worker import Worker
 
 
 def worker(model: str | Path, **fields: object) -> Worker:
