@@ -38,11 +38,12 @@ choose_mode() {
   echo "$wanted" >"$RUN/mode"
 }
 
-# Programs that are on PATH in the right version need not be built; which they are is left to their owner.
+# Programs that are on PATH in the right version need not be built; which they are is left to their owner. Helm 3 is
+# for make e2e-full: nothing of it is shared with the others.
 groups_wanted() {
   local groups=()
   if [ "$(mode)" = offline ]; then
-    echo control kind helm engine node metrics
+    echo control kind helm node metrics ${KVERN_E2E_FULL:+helm3}
     return
   fi
   command -v kind >/dev/null || groups+=(kind)
@@ -53,9 +54,16 @@ groups_wanted() {
 
 up() {
   local image=stock
+  building=
   : >"$RUN/stages.tsv"
   if [ -e "$RUN/mode" ]; then down >/dev/null; fi # a leftover of an earlier run
   choose_mode
+  [ "$(mode)" != offline ] || stage "program of the Docker engines" "$OFFLINE_DIR/binaries.sh" engine
+  if [ "${1:-}" != --no-images ]; then # beside everything else, much of which is waiting
+    build_images &
+    building=$!
+    trap 'wait "$building" || true' EXIT # where something else fails
+  fi
   # shellcheck disable=SC2046
   stage "programs" "$OFFLINE_DIR/binaries.sh" $(groups_wanted)
   if [ "$(mode)" = offline ]; then
@@ -64,14 +72,10 @@ up() {
     stage "node image" "$OFFLINE_DIR/node.sh"
     image=$("$OFFLINE_DIR/node.sh" --tag)
   fi
-  local building=
-  if [ "${1:-}" != --no-images ]; then # beside the cluster's start, most of which is waiting
-    build_images &
-    building=$!
-  fi
-  stage "kind cluster" "$CLUSTER_DIR/kind.sh" "$image" || { [ -z "$building" ] || wait "$building" || true; exit 1; }
+  stage "kind cluster" "$CLUSTER_DIR/kind.sh" "$image"
   stage "metrics-server" "$CLUSTER_DIR/addons.sh"
   [ -n "$building" ] || return 0
+  trap - EXIT
   wait "$building"
   if [ "${1:-}" = --no-engine ]; then
     stage "loading the small images" "$CLUSTER_DIR/images.sh" load operator client
