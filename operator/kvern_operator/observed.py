@@ -35,6 +35,7 @@ class Pod:
     owner: str
     component: str  # engine | router | fetch
     created: datetime
+    revision: str = ""  # of the spec that it was made from; "": not known
     running: bool = False  # its container runs now
     ready: bool = False
     served: bool = False  # has been ready since its container last started: it may hold requests

@@ -34,6 +34,7 @@ def read_pod(obj: Object) -> Pod:
         owner=_owner(labels, component),
         component=component,
         created=_time(metadata.get("creationTimestamp")) or EPOCH,
+        revision=str(labels.get(meta.REVISION_LABEL, "")),
         running=running is not None and not over,
         ready=_condition(status, "Ready").get("status") == "True",
         # The startup probe asks /ready: `started` says that it has been ready since the container last started.

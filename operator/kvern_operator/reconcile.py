@@ -267,11 +267,11 @@ def _moves(
     if observed.status is None and replicas:
         desired, rollout = max(desired, len(replicas)), rollout.model_copy(update={"paused": True})
         return replace(plan_moves(replicas, desired, rollout), add=0, resume=(), delete=())
-    held, patience = ending(service, observed, now)
-    moves = plan_moves(replicas, desired, rollout, observed.spare_replicas, held)
-    if patience is None or not held:
+    held = ending(service, observed, now)
+    moves = plan_moves(replicas, desired, rollout, observed.spare_replicas, held.count, outdated=held.outdated)
+    if held.patience is None:
         return moves
-    return replace(moves, wait=min(patience, moves.wait or patience))
+    return replace(moves, wait=min(held.patience, moves.wait or held.patience))
 
 
 def _outlives(obj: Object) -> bool:

@@ -1,6 +1,7 @@
 """The replicas of a service as they stand, from StatefulSets and pods. Pure; what to do with them is rollout.py's."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from kvern_operator.api.base import parse_time
@@ -99,18 +100,31 @@ def _has_node(pod: Pod) -> bool:
     return pod.reason != "Unschedulable" and pod.stage != "scheduling"
 
 
-def ending(service: InferenceService, observed: Observed, now: datetime) -> tuple[int, timedelta | None]:
-    """How many replicas have no StatefulSet any more and pods that have a node: a GPU is free when the pod's object is
-    gone, not when it begins to end. And how long to wait for what may have to be given up."""
+@dataclass(frozen=True)
+class Ending:
+    """Replicas that have no StatefulSet any more and pods that have a node: a GPU is free when the pod's object is
+    gone, not when it begins to end. `outdated`: some are of another revision than the present one. `patience`: how long
+    to wait for what may have to be given up."""
+
+    count: int
+    outdated: bool
+    patience: timedelta | None
+
+
+def ending(service: InferenceService, observed: Observed, now: datetime) -> Ending:
+    """What still ends. `now` is aware."""
     sets = {o["metadata"]["name"] for o in observed.children if o["kind"] == "StatefulSet"}
     waits: dict[str, timedelta | None] = {}
+    revisions: set[str] = set()
     for pod in observed.pods:
         ours = pod.component == meta.ENGINE and meta.replica_index(service.metadata.name, pod.owner) is not None
         left = pod.ends + LOST_AFTER - now if pod.ends is not None else None
         if not ours or pod.owner in sets or not _has_node(pod) or (left is not None and left <= timedelta(0)):
             continue
         waits[pod.owner] = left
-    return len(waits), min((w for w in waits.values() if w is not None), default=None)
+        revisions.add(pod.revision)
+    outdated = bool(revisions - {"", engine.revision(service.spec)})
+    return Ending(len(waits), outdated, min((w for w in waits.values() if w is not None), default=None))
 
 
 def taken_numbers(service: InferenceService, replicas: Iterable[Replica], pods: Iterable[Pod]) -> set[int]:

@@ -101,9 +101,10 @@ def plan_moves(
     rollout: Rollout,
     spare: int | None = None,
     ending: int = 0,
+    outdated: bool = False,
 ) -> Moves:
     """The moves towards `desired` replicas that are all current, one safe step at a time. `ending`: replicas whose
-    StatefulSet is gone while pods of it still hold their devices."""
+    StatefulSet is gone while pods of it still hold their devices; `outdated`: some of them are of an old revision."""
     everyone = sorted(replicas, key=lambda r: r.index)
     done, late, waits = _finished(everyone, rollout)
     # A pod that ends takes as long as its last stream. Its replacement need not wait for that, nor is there a reason
@@ -129,8 +130,8 @@ def plan_moves(
 
     drain = [r for r in (*surplus, *replaceable) if r not in resume]
     others = [r for r in staying if r not in new]
-    # What goes in this very pass has a part in it: its devices are not free yet.
-    rolling = not rollout.paused and any(not r.current for r in everyone if r not in new)
+    # What goes in this very pass has a part in it, and what went before and still ends: its devices are not free yet.
+    rolling = not rollout.paused and (outdated or any(not r.current for r in everyone if r not in new))
     known = spare if rollout.strategy == "Auto" else None
     return Moves(
         add=_addable(desired, len(new), len(others) + ending, rolling, bounds, known),

@@ -126,7 +126,9 @@ class SlowCluster:
         if name not in self.pods:
             self._count += 1
             stage = "scheduling" if component == meta.ENGINE else ""
-            self.pods[name] = Pod(name, f"uid-{self._count}", owner, component, created=self.now, stage=stage)
+            workload = self.objects["StatefulSet" if component == meta.ENGINE else "Deployment", owner]
+            made = Pod(name, f"uid-{self._count}", owner, component, created=self.now, stage=stage)
+            self.pods[name] = replace(made, revision=workload["metadata"]["labels"][meta.REVISION_LABEL])
 
     def load(self, name: str) -> None:
         """A pod that has a GPU becomes ready, unless it is of the bad revision."""

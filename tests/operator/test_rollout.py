@@ -77,6 +77,29 @@ def test_of_several_that_end_as_many_are_replaced_at_once_as_fit():
     assert plan_moves([staying], 5, Rollout(), spare=1).add == 4
 
 
+def test_what_ends_of_an_old_revision_counts_against_the_surge_until_it_has_ended():
+    """Its StatefulSet is gone, its pods have their GPUs: two more would be one too many."""
+    new = Replica("a", 0, current=True, ready=True, served=True, running=True)
+    surge = Rollout(strategy="Surge")
+    assert plan_moves([new], 3, surge, ending=3, outdated=True).add == 0
+    assert plan_moves([new], 3, surge, ending=2, outdated=True).add == 1
+    assert plan_moves([new], 3, surge, ending=2).add == 2  # of the present revision: evicted, and replaced at once
+    # The same through a whole cluster: it never holds more than desired + maxSurge, seen or not seen.
+    cluster, changed = SlowCluster(gpus=9, sees_nodes=False), service(spec(3, 512, "Surge", away=2), generation=2)
+    cluster.settle(service(spec(3, strategy="Surge", away=2)))
+    most = 0
+    for turn in range(60):
+        cluster.work(changed)
+        cluster.controllers()
+        most = max(most, cluster.held())
+        for name in list(cluster.pods):
+            cluster.load(name)
+            if turn % 4 == 3:
+                cluster.gone(name)
+        cluster.tick(1.5)
+    assert most == 4 and conditions(cluster)["Ready"][0] == "True"
+
+
 def test_a_replica_whose_pod_ends_is_replaced_while_it_ends():
     going = Replica("a", 0, current=True, served=True, running=True, going=True, in_flight=3)
     moves = plan_moves([going], 1, Rollout(strategy="Surge"))
