@@ -141,6 +141,11 @@ class EngineConfig(BaseModel):
         "so.",
         "Memory",
     )
+    calculate_kv_scales: bool = _flag(
+        False,
+        "Find the scales of a KV cache in FP8 at start, by a fixed prompt, instead of the checkpoint's.",
+        "Memory",
+    )
     block_size: int = _flag(16, "Tokens a KV block holds.", "Memory", ge=1, le=256)
     cpu_offload_gb: float = _flag(
         0.0,
@@ -254,6 +259,8 @@ class EngineConfig(BaseModel):
                 "than two ranks are added up in an order that depends on where a token is in a step; use at most 2, or "
                 "pipeline_parallel_size"
             )
+        if self.calculate_kv_scales and self.pipeline_parallel_size > 1:
+            raise ValueError("calculate_kv_scales with pipeline stages is not supported yet; use tensor_parallel_size")
         self._check_nodes(world)
         return self
 

@@ -70,7 +70,6 @@ REFUSED_FLAGS: dict[str, str] = {
     "worker-use-ray": "there is no Ray: --distributed-executor-backend is uni or mp",
     "disable-custom-all-reduce": "comes with several devices; leave the flag out",
     "prefix-caching-hash-algo": "prefix hashes are always SHA-256; leave the flag out",
-    "calculate-kv-scales": f"{_NOT_YET}: scales come from the checkpoint or are 1; leave the flag out",
     "task": f"only text generation is offered; embeddings {_ARE_NOT_YET}",
     "runner": f"only text generation is offered; embeddings {_ARE_NOT_YET}",
     "hf-overrides": "edit the model's config.json instead",

@@ -53,7 +53,6 @@ from kvern_engine.transport import (
     server_in,
     write_endpoint,
 )
-from kvern_engine.worker.limits import check_supported
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,6 @@ def raise_file_limit() -> None:
 def serve(config: EngineConfig) -> int:
     """Run the engine until it is told to stop. Raises StartError with a text for the user."""
     try:
-        check_supported(config)
         _check_files(config)
         devices = devices_visible(os.environ)
         check_devices(config, devices)

@@ -96,6 +96,20 @@ def test_offline_answers_of_two_devices(tiny_path: str, sizes: dict[str, int], m
     assert tokens_of(tiny_path, device="cuda", **sizes) == tokens_of(tiny_path, device="cuda")
 
 
+def test_fp8_over_two_devices(tiny_path: str) -> None:
+    """Stages: the tokens and logprobs of one device to the last bit, where batching changes nothing. Ranks of a layer:
+    the same scales, so the same first tokens."""
+    found = []
+    for fields in ({}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}):
+        sizes = {"num_gpu_blocks_override": 256, "max_num_seqs": 16, "batch_invariant": True, **fields}
+        with LLM(tiny_path, device="cuda", dtype="bfloat16", quantization="fp8", kv_cache_dtype="fp8", **sizes) as llm:
+            outs = llm.generate(TEXTS, PARAMS, use_tqdm=False)
+        found.append([[(choice.token_ids, choice.logprobs) for choice in out.outputs] for out in outs])
+        torch.cuda.empty_cache()
+    assert found[1] == found[0]
+    assert [out[0][0][0] for out in found[2][:2]] == [out[0][0][0] for out in found[0][:2]]
+
+
 @pytest.mark.parametrize("flag", ["--data-parallel-size", "--tensor-parallel-size", "--pipeline-parallel-size"])
 def test_a_server_on_two_devices(tiny_path: str, tmp_path: Path, flag: str) -> None:
     """Eight requests at once over HTTP: the tokens of one engine on a CPU."""

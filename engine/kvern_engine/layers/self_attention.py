@@ -104,6 +104,10 @@ class SelfAttention:
             found |= {f"{prefix}{name}_scale": whole(self._kv_scale[i]) for i, name in enumerate("kv")}
         return found
 
+    def set_kv_scale(self, scale: Tensor) -> None:
+        """Of K and V, [2] float32, in place of the checkpoint's."""
+        self._kv_scale.copy_(scale)
+
     def use_fp8_kv(self) -> None:
         """After loading: K and V are written to a cache in FP8, all heads by the layer's scales."""
         self.attention.kv_scales = self._kv_scale[:, None].expand(2, self.attention.num_kv_heads).contiguous()

@@ -205,8 +205,13 @@ class DecoderLM:
         """After loading: the weights of one layer, whose shapes are those of all."""
         return [linear.stored for linear in self.layers[0].linears()]
 
+    def set_kv_scales(self, scales: Tensor) -> None:
+        """What `use_fp8_kv` divides K and V of each layer by, [layers, 2] float32, in place of the checkpoint's."""
+        for layer, own in zip(self.layers, scales, strict=True):
+            layer.attention.set_kv_scale(own)
+
     def use_fp8_kv(self) -> None:
-        """After loading: the KV caches are in FP8, scaled as the checkpoint says, or by 1."""
+        """After loading: the KV caches are in FP8, scaled as the checkpoint or `set_kv_scales` says, or by 1."""
         for layer in self.layers:
             layer.attention.use_fp8_kv()
 

@@ -115,12 +115,17 @@ class LlamaForCausalLM(DecoderLM):
         """See `DecoderLM`."""
         if not self.is_fp8:
             return super().forward(token_ids, positions, kv_caches, meta, wanted, residual)
-        residual = self.embed(token_ids, positions)
-        x, last = None, self.layers[-1]
+        if residual is None:
+            residual = self.embed(token_ids, positions)
+        x, last = None, self.layers[-1] if self.norm is not None else None
         for layer, cos_sin, kv in zip(self.layers, self.tables(), kv_caches, strict=True):
             only = wanted if layer is last else None
             x, residual = layer.fp8(x, residual, positions, cos_sin, kv, meta, only)
-        assert x is not None and isinstance(self.norm, RMSNorm), "only models of one stage are quantized"
+        assert x is not None, "a stage has layers"
+        if self.norm is None:
+            # The sum as the next layer's first norm would make it, so that stages change nothing; its norm is not used.
+            return self.layers[-1].input_norm.add_scaled(x, residual)[1]
+        assert isinstance(self.norm, RMSNorm)
         return self.norm.add_scaled(x, residual)[0]
 
     def quantize_fp8(self, per_channel: bool = False) -> int:

@@ -192,15 +192,6 @@ def check_offload(gib: float, device: str, quantization: str | None) -> None:
         )
 
 
-def check_supported(config: EngineConfig) -> None:
-    """Raises ValueError for what a worker cannot do yet, rather than ignoring it."""
-    if config.quantization is not None and config.pipeline_parallel_size > 1:
-        raise ValueError(
-            f"quantization={config.quantization} with pipeline stages is not supported yet; use tensor_parallel_size "
-            "or data_parallel_size, or leave quantization out"
-        )
-
-
 def check_invariant(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for a model that cannot be computed as `batch_invariant` promises."""
     if config.batch_invariant and model.experts is not None:
@@ -238,7 +229,7 @@ def check_fp8(
 
 def fp8_choice(config: EngineConfig, model: ModelConfig) -> tuple[str | None, bool]:
     """(the way the weights are in FP8, whether the KV cache is) by what was asked for and what the checkpoint is.
-    Raises ValueError where the two contradict each other, or pipeline stages share such a checkpoint."""
+    Raises ValueError where the two contradict each other."""
     kv_cache = config.kv_cache_dtype != "auto" or (model.fp8 is not None and model.fp8.kv_scales)
     if model.fp8 is None:
         return config.quantization, kv_cache
@@ -247,11 +238,6 @@ def fp8_choice(config: EngineConfig, model: ModelConfig) -> tuple[str | None, bo
         raise ValueError(
             f"quantization={config.quantization} does not fit a checkpoint that is quantized already ({own}); leave "
             "quantization out"
-        )
-    if config.pipeline_parallel_size > 1:
-        raise ValueError(
-            "a checkpoint in FP8 with pipeline stages is not supported yet; use tensor_parallel_size or "
-            "data_parallel_size, or the unquantized model"
         )
     return own, kv_cache
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvern_engine.core.plan import TokenLogprobs
 
-CHUNK_BYTES = 128 << 20  # of float32 logits at once: logprobs must not decide how much memory a step takes
+CHUNK_BYTES = 64 << 20  # of float32 logits at once: logprobs must not decide how much memory a step takes
 
 
 @dataclass
@@ -75,10 +75,21 @@ def _compute(logits: Tensor, token_ids: Tensor, alternatives: int) -> LogprobTen
     scores = logits.float()
     own = token_ids.unsqueeze(1)
     ranks = (scores > scores.gather(1, own)).sum(dim=-1) + 1
-    top = scores.topk(min(alternatives, scores.shape[1]), dim=-1).indices
+    top = _largest(scores, min(alternatives, scores.shape[1]))
     # One kernel that treats each row alone; logsumexp cuts rows in pieces by how many there are.
     logprobs = scores.log_softmax(dim=-1)
     return LogprobTensors(token_ids, logprobs.gather(1, own).squeeze(1), ranks, top, logprobs.gather(1, top))
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """The tokens with the `count` largest of `scores` [n, V] float32, [n, count]; of equal ones, which 16-bit logits
+    often are, the first, as greedy sampling takes it. `topk` alone takes any, by what else is computed."""
+    if count == 0:
+        return scores.new_empty(scores.shape[0], 0, dtype=torch.int64)
+    bits = scores.contiguous().view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the floats' order
+    places = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
+    return (ordered << 32).add_(places).topk(count, dim=-1).indices
 
 
 def compute_in_chunks(

@@ -68,7 +68,6 @@ class SimWorker:
         sleep: Callable[[float], None] = time.sleep,
         like: "SimWorker | None" = None,
     ) -> None:
-        limits.check_supported(config)
         self._like = like
         self.config, self.rank = config, rank
         self.layout = Layout.of(config)

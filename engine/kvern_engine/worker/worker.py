@@ -26,7 +26,7 @@ from kvern_engine.models.registry import CausalLM, model_class
 from kvern_engine.parallel.groups import ParallelContext, init_parallel
 from kvern_engine.parallel.layout import Layout, check_layout
 from kvern_engine.parallel.pod_groups import PodGroups
-from kvern_engine.worker import limits, memory
+from kvern_engine.worker import kv_scales, limits, memory
 from kvern_engine.worker.graphs import CAPTURED_AT_START, DecodeGraphs
 from kvern_engine.worker.invariant import first_difference, probe_plans
 from kvern_engine.worker.load import check_checkpoint, load_weights, random_weights
@@ -71,7 +71,6 @@ class Worker:
         rendezvous: str | None = None,
         stays_connected: bool | None = None,
     ) -> None:
-        limits.check_supported(config)
         self.config, self.rank = config, rank
         self.layout = Layout.of(config)
         self._rendezvous = rendezvous
@@ -308,10 +307,6 @@ class Worker:
             size = random_weights(self.model, self.config.seed)
         else:
             size = load_weights(self.model, files, report)
-        if self._fp8_kv:
-            if config.fp8 is None or not config.fp8.kv_scales:
-                log.warning("the model brings no scales for a KV cache in FP8: K and V are stored as they are, to 448")
-            self.model.use_fp8_kv()
         if self._quantization is not None:
             size -= self.model.quantize_fp8(per_channel=self._quantization == "fp8_per_channel")
         elif self.device.type == "cpu" and size <= CPU_LAYOUT_BYTES:
@@ -326,9 +321,27 @@ class Worker:
             vocab_size=config.vocab_size,
             device=self.device,
         )
+        self._prepare_fp8_kv(config)
         if self.parallel is not None and self.parallel.pipeline is not None:
             self._link = StageLink(self.parallel.pipeline, self.tables, config.hidden_size, dtype)
         return size
+
+    def _prepare_fp8_kv(self, config: ModelConfig) -> None:
+        if not self._fp8_kv:
+            if self.config.calculate_kv_scales:
+                log.warning("calculate_kv_scales has no effect: the KV cache is not in FP8 (kv_cache_dtype)")
+            return
+        if self.config.calculate_kv_scales:
+            assert self.parallel is not None
+            block_size, group = self.config.block_size, self.parallel.tensor
+            found = kv_scales.calculate(self.model, self.tables, group, self._most_tokens, block_size)
+            log.info("scales of the KV cache: K %.3g to %.3g, V %.3g to %.3g", *kv_scales.spans(found))
+        elif config.fp8 is None or not config.fp8.kv_scales:
+            log.warning(
+                "the model brings no scales for a KV cache in FP8: K and V are stored as they are, to 448 "
+                "(calculate_kv_scales finds some)"
+            )
+        self.model.use_fp8_kv()
 
     def _plan_offload(self, build: type[CausalLM], config: ModelConfig, dtype: torch.dtype) -> OffloadPlan:
         wanted = int(self.config.cpu_offload_gb * memory.GIB)

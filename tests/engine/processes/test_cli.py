@@ -34,7 +34,6 @@ def test_generate_streams_an_answer_to_standard_output(capsys, monkeypatch):
         (["serve"], 2, "kvern serve: error: which model? Name one"),
         (["serve", "/no/such/model"], 1, "kvern serve: error: model '/no/such/model': no such folder or file"),
         (["serve", TINY, "-pp", "99"], 1, "pipeline_parallel_size=99 is more than the model's 4 layers; use 1 to 4"),
-        (["serve", TINY, "-pp", "2", "-q", "fp8"], 1, "quantization=fp8 with pipeline stages is not supported yet"),
         (["serve", TINY, "--nnodes", "2"], 2, "nnodes=2 needs --master-addr: the name or address of the pod with"),
         (["serve", TINY, "--headless"], 2, "a pod with --node-rank above 0 serves no HTTP by itself"),
         (["generate", TINY, "-tp", "2", "--distributed-executor-backend", "uni"], 2, "is for engines of one device"),

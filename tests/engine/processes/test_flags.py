@@ -113,7 +113,6 @@ def test_numbers_as_vllm_takes_them():
         (["--quantization", "awq"], "(awq is not offered yet)"),
         (["--quantization", "compressed-tensors"], "(a checkpoint in FP8 is recognized by itself: leave the flag out)"),
         (["--kv-cache-dtype", "fp8_e5m2"], "'fp8_e5m2' is not one of auto, fp8, fp8_e4m3 (use fp8, which is E4M3)"),
-        (["--calculate-kv-scales"], "--calculate-kv-scales is not offered yet: scales come from the checkpoint"),
         (["--block-size", "24"], "--block-size must be a power of two, got 24"),
         (["--admin-port", "9000"], "--admin-port needs --admin-token-file"),
         (["--port"], "--port: expected one argument"),

@@ -173,9 +173,6 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=text):
         limits.check_fp8(None, "cuda", (8, 0), ready_made=True)
     limits.check_fp8(None, "cuda", (9, 0), ready_made=True)
-    shared = Worker(EngineConfig(model=packed, device="cpu", pipeline_parallel_size=2))
-    with pytest.raises(ValueError, match="a checkpoint in FP8 with pipeline stages is not supported yet; use tensor_"):
-        shared.load()
     tensors = load_file(Path(packed) / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     save_file({**tensors, name: tensors[name].float()}, Path(packed) / "model.safetensors")

@@ -76,6 +76,33 @@ def test_a_model_without_scales_is_told(tiny_path: str, caplog: pytest.LogCaptur
     assert "brings no scales for a KV cache in FP8" in caplog.text
 
 
+def test_scales_are_found_at_start(tiny_path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """`calculate_kv_scales`: of the sizes that K and V have, the same at every start, and nearer to a wide cache's
+    logits than scales of 1 where K and V do not fit E4M3."""
+    with caplog.at_level(logging.INFO):
+        worker = make(tiny_path, kv_cache_dtype="fp8", calculate_kv_scales=True)
+    assert "scales of the KV cache: K " in caplog.text and "brings no scales" not in caplog.text
+    found = [layer.attention.attention.kv_scales for layer in worker.model.layers]  # type: ignore[attr-defined]
+    again = make(tiny_path, kv_cache_dtype="fp8", calculate_kv_scales=True)
+    for layer, scales in zip(again.model.layers, found, strict=True):  # type: ignore[attr-defined]
+        assert torch.equal(layer.attention.attention.kv_scales, scales)
+    wide = make(tiny_path)
+    cache = logits(wide, [len(IDS)])
+    assert wide.runner is not None
+    error = float((logits(worker, [len(IDS)]) - cache).norm() / cache.norm())
+    assert 1e-4 < error < 0.05
+    assert worker.runner is not None
+    stored = worker.runner.arena.float().abs().amax(dim=(2, 3, 4, 5))  # of the prompt above, not of that of the start
+    assert (stored[:, 0] < 448).all() and (stored[:, 0] > 50).all()
+    assert (stored[:, 1] < 448).all() and (stored[:, 1] > 25).all()
+
+
+def test_scales_without_such_a_cache_are_told(tiny_path: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        make(tiny_path, calculate_kv_scales=True)
+    assert "calculate_kv_scales has no effect: the KV cache is not in FP8" in caplog.text
+
+
 def test_answers_with_forks_preemption_and_prefix_hits(tiny_path: str) -> None:
     """Few blocks, equal prefixes, several choices: the tokens are those of a roomy engine."""
     prompts = [{"prompt_token_ids": IDS[:48] + IDS[i : i + 4]} for i in range(5)]

@@ -87,3 +87,18 @@ def test_a_position_has_the_same_numbers_in_any_company(monkeypatch: pytest.Monk
     for name in ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs"):
         assert torch.equal(getattr(whole, name), getattr(pieces, name)), name
         assert torch.equal(getattr(whole, name)[index], getattr(some, name)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equal_alternatives_the_first(dtype: torch.dtype) -> None:
+    """Whatever the number asked for: 16-bit logits have many ties."""
+    logits = torch.randn(9, 3000, generator=torch.Generator().manual_seed(3)).to(dtype)
+    logits[0] = 0.5
+    logits[1, 100:200] = 9.0
+    logits[2, 7] = float("-inf")
+    tokens = logits.argmax(dim=-1)
+    order = logits.float().sort(dim=-1, descending=True, stable=True).indices
+    for count in (0, 1, 2, 5, 50):
+        found = logprobs_module.compute_logprobs(logits, tokens, count)
+        assert torch.equal(found.top_ids, order[:, :count])
+        assert (found.top_logprobs.diff(dim=-1) <= 0).all()
