@@ -1,4 +1,4 @@
-"""Writes the table of docs/operations.md from benchmarks/results/events.jsonl: the last row read of each event.
+"""Writes the tables of docs/operations.md from benchmarks/results/events.jsonl: the last row read of each event.
 
 python e2e/events_table.py [--check]
 """
@@ -11,27 +11,32 @@ from streams import Verdict, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks/results/events.jsonl", ROOT / "docs/operations.md"
-BEGIN, END = (
-    "<!-- events: written by e2e/events_table.py from benchmarks/results/events.jsonl -->\n",
-    "<!-- /events -->",
-)
+BEGIN = "<!-- {}: written by e2e/events_table.py from benchmarks/results/events.jsonl -->\n"
+END = "<!-- /{} -->"
 
 
-def latest(lines: list[str]) -> list[Verdict]:
-    """The last verdict on each event, those of full runs on the simulated device, in the order of their first."""
+def latest(lines: list[str], *, computed: bool = False) -> list[Verdict]:
+    """The last verdict on each event of full runs, in the order of their first: those on the simulated device, or of
+    models that are `computed`, whose name then stands before the event."""
     found: dict[str, Verdict] = {}
     for line in lines:
         row = json.loads(line)
-        if row.pop("full", False) and not (row.get("soak") or row.get("model")):
-            found[row["event"]] = Verdict(**{name: row[name] for name in Verdict.__dataclass_fields__})
+        if row.get("full") and not row.get("soak") and bool(row.get("model")) == computed:
+            values = {name: row[name] for name in Verdict.__dataclass_fields__}
+            if computed:
+                values["event"] = f"{row['model'].rpartition('/')[2]}: {row['event']}"
+            found[values["event"]] = Verdict(**values)
     return list(found.values())
 
 
 def page(text: str, lines: list[str]) -> str:
-    """The page with the table in it."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}{table(latest(lines))}\n{END}{tail}"
+    """The page with the tables in it, each between its two comments."""
+    for name, computed in (("events", False), ("computed", True)):
+        begin, end = BEGIN.format(name), END.format(name)
+        head, there, rest = text.partition(begin)
+        if there:
+            text = f"{head}{begin}{table(latest(lines, computed=computed))}\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def main() -> int:

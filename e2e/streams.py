@@ -117,6 +117,13 @@ def record(found: Iterable[Verdict], **more: Any) -> None:
             out.writelines(json.dumps({**asdict(one), "wrong": one.wrong[:5], **more}) + "\n" for one in found)
 
 
+def note(**row: Any) -> None:
+    """Appends a row that is no verdict to the same file."""
+    if name := os.environ.get("KVERN_E2E_EVENTS"):
+        with Path(name).open("a") as out:
+            out.write(json.dumps(row) + "\n")
+
+
 @dataclass
 class Load:
     """A run of client/load.py in the client pod, in the background: it outlives the API server's absence."""

@@ -44,5 +44,6 @@ def test_soak(operator: None, client: Client, show: Show) -> None:
     wrong = [f"{one.event}: {one.wrong[:2]}" for one in found if not one.clean]
     assert not wrong, f"seed {SEED}: {wrong}"
     counts = {what: report[what] for what in ("requests", "right", "tokens", "longest_pause")}
+    streams.note(summary="soak", seed=SEED, seconds=SECONDS, events=len(found), full=False, **counts)
     show(f"{SECONDS:.0f} s, seed {SEED}, {len(found)} events: {counts}")
     assert report["requests"] > streams.STREAMS * SECONDS / streams.STREAM_SECONDS / 2

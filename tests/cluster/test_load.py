@@ -113,6 +113,9 @@ def test_the_table_of_the_page_is_that_of_the_results() -> None:
     every = dict.fromkeys(STREAMS.Verdict.__dataclass_fields__, 0)
     (found,) = tables.latest([json.dumps({**every, "wrong": [], **row}) for row in rows])
     assert (found.event, found.seconds) == ("one", 2)
+    computed = [json.dumps({**every, "wrong": [], **row, "full": True, "model": "builtin://kjv"}) for row in rows]
+    assert [one.event for one in tables.latest(computed, computed=True)] == ["kjv: one"]
+    assert not tables.latest(computed)
 
 
 def test_commands_of_a_page(tmp_path: Path) -> None:
