@@ -6,13 +6,19 @@ pulled, a pod that fits nowhere) come up from causes.py.
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Literal
 
 from kvern_operator.advice import advice
-from kvern_operator.api.status import Condition, ConditionType, InferenceServiceStatus
+from kvern_operator.api.status import (
+    AutoscalingStatus,
+    Condition,
+    ConditionType,
+    InferenceServiceStatus,
+    LayoutPlan,
+)
 from kvern_operator.api.types import InferenceServiceSpec
 from kvern_operator.cache import CacheState
 from kvern_operator.causes import Cause, Surroundings, find_cause
@@ -44,6 +50,9 @@ class View:
     drains: tuple[str, ...] = ()  # who drains, and until when
     ended: tuple[str, ...] = ()  # engine pods that end
     full: bool = False  # the nodes have no room for another replica
+    scaling: AutoscalingStatus = field(default_factory=AutoscalingStatus)
+    plan: LayoutPlan | None = None  # of the tensor size
+    autoscales: bool = False  # see Settings
 
     @cached_property
     def cause(self) -> Cause | None:
@@ -84,7 +93,7 @@ def compute(view: View, previous: InferenceServiceStatus | None, generation: int
         "ModelCached": _model_cached(view, previous),
         "MetricsAvailable": _metrics(view),
         "ScalingActive": _scaling_active(view),
-        "ScalingLimited": ("False", "WithinBounds", "nothing keeps the number of replicas from what is wanted"),
+        "ScalingLimited": _scaling_limited(view),
         "ParallelismStable": _parallelism(view),
         "Degraded": _degraded(view),
     }
@@ -250,18 +259,53 @@ def _metrics(view: View) -> Verdict:
 
 
 def _scaling_active(view: View) -> Verdict:
-    mode = view.spec.autoscaling.mode
+    mode, made = view.spec.autoscaling.mode, view.scaling.last_decision
     if mode == "External":
         return "True", "External", f"an HPA, KEDA or kubectl scale writes spec.replicas ({view.spec.replicas})"
     if mode == "Off":
         return "False", "Off", f"autoscaling.mode is Off; spec.replicas is {view.spec.replicas}"
-    text = f"this version does not act upon autoscaling.mode {mode}; replicas stay at {view.desired}"
-    return "False", "NotSupportedHere", text
+    if not view.autoscales:
+        return "False", "NotSupportedHere", f"autoscaling.mode {mode} needs a cluster; replicas stay at {view.desired}"
+    if mode == "Recommend":
+        number = view.scaling.recommended
+        text = "nothing is known yet" if number is None else f"{number} replicas would be right"
+        return "False", "Recommend", f"autoscaling.mode is Recommend; spec.replicas is {view.spec.replicas}; {text}"
+    if made is not None and made.limited_by == "missingMetrics" and view.ready and view.router_ready:
+        return "False", "MissingMetrics", f"replicas stay at {view.desired}: {made.reason}"
+    if made is None or made.kind == "given":
+        return "True", "Internal", f"replicas follow the metrics; {view.desired} so far"
+    return "True", "Internal", f"{view.desired} replicas: {made.reason}"
+
+
+# What keeps the number of replicas from what is wanted, as reasons of a condition. Others (stabilization, missing
+# metrics, ...) keep replicas that are wanted less, which is no trouble.
+_LIMITS = {
+    "maxReplicas": "MaxReplicas",
+    "gpuBudget": "GpuBudget",
+    "namespaceBudget": "NamespaceBudget",
+    "unschedulable": "Unschedulable",
+    "slowStart": "SlowStart",
+}
+
+
+def _scaling_limited(view: View) -> Verdict:
+    made = view.scaling.last_decision
+    if made is not None and made.limited_by in _LIMITS and view.spec.autoscaling.mode in ("Internal", "Recommend"):
+        wanted = made.wanted if made.wanted is not None else made.to
+        text = f"{wanted} replicas are wanted, {made.limited_by} allows {made.to}: {made.reason}"
+        return "True", _LIMITS[made.limited_by], text
+    return "False", "WithinBounds", "nothing keeps the number of replicas from what is wanted"
 
 
 def _parallelism(view: View) -> Verdict:
+    plan = view.plan
+    if plan is not None and plan.phase == "Changing":
+        back = "back " if plan.returning else ""
+        return "False", "Changing", f"tensor size goes {back}from {plan.before} to {plan.size}"
     if not view.layouts:
         return "Unknown", "NoReplicaReady", f"wanted is tensor size {view.layout.tensor}"
+    if view.layouts == {view.layout} and plan is not None and plan.phase == "Verifying":
+        return "False", "Verifying", f"tensor size {plan.size} is in place and is being watched"
     if view.layouts == {view.layout}:
         return "True", "AsWanted", f"tensor size {view.layout.tensor} on every ready replica"
     sizes = ", ".join(sorted({str(x.tensor) for x in view.layouts}))

@@ -16,6 +16,8 @@ from kvern_operator.api.load import ManifestError, parse_service
 from kvern_operator.api.status import Condition, InferenceServiceStatus
 from kvern_operator.api.types import InferenceService
 from kvern_operator.apply import NAME_TAKEN, Executor, NamespaceEndingError
+from kvern_operator.autoscale.loop import Autoscaler
+from kvern_operator.autoscale.subject import subject_of
 from kvern_operator.desired import engine, meta
 from kvern_operator.desired.router import router_name
 from kvern_operator.events import Poster, news
@@ -28,7 +30,7 @@ from kvern_operator.observe import Scene, is_own, observe, read_status
 from kvern_operator.observed import Object, Refusal
 from kvern_operator.queue import Key
 from kvern_operator.reconcile import Plan, invalid_spec, reconcile
-from kvern_operator.replicas import marked_at, wants_room
+from kvern_operator.replicas import marked_at, replicas_of, wants_room
 from kvern_operator.room import spare_replicas
 from kvern_operator.settings import Settings
 from kvern_operator.stopwatch import Stopwatch
@@ -112,10 +114,12 @@ class Controller:
         settings: Settings,
         metrics: Metrics,
         forget: Callable[[Key], None],
+        autoscaler: Autoscaler | None = None,
     ) -> None:
         self._mirror, self._executor, self._prober = mirror, executor, prober
         self._notices, self._nodes = notices, nodes
         self._poster, self.settings, self._metrics, self._forget = poster, settings, metrics, forget
+        self._autoscaler = autoscaler
         self._memory: dict[Key, _Memory] = {}
 
     async def work(self, key: Key) -> float | None:
@@ -162,6 +166,8 @@ class Controller:
         except ManifestError as error:
             problems = [str(problem) for problem in error.problems]
             generation = document["metadata"]["generation"]
+            if self._autoscaler is not None:
+                self._autoscaler.watch(key, None)
             await self._write(key, document, previous, invalid_spec(previous, generation, problems, now))
             return None
         return await self._reconcile(key, service, document, memory, now)
@@ -172,6 +178,9 @@ class Controller:
         scene = self._observe(key, service, document, memory)
         if not memory.asked and not self._heard(key, scene, memory):
             return FIRST_ANSWERS
+        decided = await self._record_decisions(key, service, document, now)
+        if decided is not document:
+            document, scene = decided, self._observe(key, service, decided, memory)
         scene = await self._with_room(scene, service)
         plan = reconcile(service, scene.observed, now, self.settings)
         if await self._check(plan, service, memory):
@@ -196,6 +205,18 @@ class Controller:
         if outcome.taken:
             return min(NAME_TAKEN, plan.requeue_after or NAME_TAKEN)
         return plan.requeue_after
+
+    async def _record_decisions(self, key: Key, service: InferenceService, document: Object, now: datetime) -> Object:
+        """What was decided from metrics goes into status before anything is done for it: whoever leads next reads it
+        there. The document as it then is."""
+        status = read_status(document)
+        if self._autoscaler is None or status is None:
+            return document
+        decided = self._autoscaler.record(key, service, status, now)
+        if decided is status:
+            return document
+        await self._write(key, document, status, decided)
+        return self._mirror.service(key) or document
 
     def _heard(self, key: Key, scene: Scene, memory: _Memory) -> bool:
         """Ask the pods for the first time. Whether all that can be heard of them has been."""
@@ -276,6 +297,11 @@ class Controller:
     def _after(self, key: Key, service: InferenceService, scene: Scene, plan: Plan, memory: _Memory) -> None:
         """Whom to ask and what to listen for until the next pass."""
         self._prober.watch(key, scene.targets, scene.leaving)
+        if self._autoscaler is not None:
+            now = datetime.now(UTC)
+            replicas = replicas_of(service, scene.observed, now, self.settings)
+            subject = subject_of(service, scene.observed, replicas, plan.status, now)
+            self._autoscaler.watch(key, subject, plan.status)
         ready = plan.status.condition("Ready")
         if ready is None or ready.status == "True" or plan.status.desired_replicas == 0:
             self._notices.drop(key)
@@ -292,6 +318,8 @@ class Controller:
     def _forget_service(self, key: Key, document: Object | None) -> None:
         self._prober.watch(key, ())
         self._notices.drop(key)
+        if self._autoscaler is not None:
+            self._autoscaler.watch(key, None)
         memory = self._memory.pop(key, None)
         if memory is not None:
             self._executor.forget(key, memory.uid)

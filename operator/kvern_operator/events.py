@@ -34,6 +34,8 @@ class Event:
 def news(before: InferenceServiceStatus | None, after: InferenceServiceStatus, notes: Iterable[str]) -> list[Event]:
     """What is worth an Event: each note of the plan, and each turn of Ready, Available and Degraded."""
     found = [Event(*_kind_of(note), note) for note in notes]
+    if before is not None:
+        found += _decisions(before, after)
     old = {c.type: c for c in before.conditions} if before is not None else {}
     for condition in after.conditions:
         event = _turn(old.get(condition.type), condition)
@@ -42,9 +44,38 @@ def news(before: InferenceServiceStatus | None, after: InferenceServiceStatus, n
     return found
 
 
+_SCALED = {"up": "ScaledUp", "down": "ScaledDown", "wake": "WokenUp", "zero": "ScaledToZero", "bounds": "WithinBounds"}
+
+
+def _decisions(before: InferenceServiceStatus, after: InferenceServiceStatus) -> Iterable[Event]:
+    """What was decided from metrics since: each change once."""
+    made, last = after.autoscaling.last_decision, before.autoscaling.last_decision
+    if made is not None and made != last and made.from_ != made.to and made.kind in _SCALED:
+        words = f"{made.from_} -> {made.to} replicas: {made.reason}"
+        words += f" (limited by {made.limited_by})" if made.limited_by else ""
+        recommends = after.autoscaling.mode == "Recommend"
+        if not recommends:
+            yield Event("Normal", _SCALED[made.kind], words)
+        elif after.autoscaling.recommended != before.autoscaling.recommended:
+            yield Event("Normal", "Recommended", words)
+    layout, plan, old = after.parallelism.last_decision, after.parallelism.plan, before.parallelism.plan
+    if layout is None or plan is None or old is None or plan == old:
+        return
+    if layout.from_ != layout.to and plan.size != old.size:
+        kind: Literal["Normal", "Warning"] = "Warning" if plan.returning else "Normal"
+        reason = "LayoutTakenBack" if plan.returning else "LayoutChange"
+        yield Event(kind, reason, f"tensor size {layout.from_} -> {layout.to}: {layout.reason}")
+    elif plan.phase != old.phase:
+        yield Event("Normal", f"Layout{plan.phase}", layout.reason)
+
+
 def _turn(before: Condition | None, now: Condition) -> Event | None:
     if before is not None and (before.status, before.reason) == (now.status, now.reason):
         return None
+    if now.type == "ScalingLimited" and now.status == "True":
+        return Event("Warning", "ScalingLimited", f"{now.reason}: {now.message}")
+    if now.type == "ScalingActive" and now.reason == "MissingMetrics":
+        return Event("Warning", "MissingMetrics", now.message)
     if now.type == "Ready" and now.status == "True":
         return Event("Normal", "Ready", now.message)
     if now.type == "Degraded" and now.status == "True":

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, cast
 
 import aiohttp
@@ -23,6 +23,9 @@ from kvern_operator import __version__, oplog
 from kvern_operator.admin import Prober
 from kvern_operator.api.types import API_VERSION
 from kvern_operator.apply import Executor
+from kvern_operator.autoscale.budgets import BudgetReader
+from kvern_operator.autoscale.loop import Autoscaler
+from kvern_operator.autoscale.scrape import OwnThread, Round, Scraper, Target
 from kvern_operator.config import Config, ConfigError, read_config
 from kvern_operator.controller import Controller
 from kvern_operator.desired import meta
@@ -253,6 +256,9 @@ class _Parts:
         self.mirror = mirror = Mirror()
         queue = KeyQueue(delays=Delays(resync=config.resync))
         self._prober, self._notices = Prober(self.add), NoticeReader(client, self.add)
+        self._scraper, self._scraping = Scraper(), OwnThread("scrape")
+        self._autoscaler = Autoscaler(self._scrape, BudgetReader(client), metrics, self.add)
+        metrics.show(self._autoscaler.figures)
         controller = Controller(
             mirror,
             Executor(client, mirror, self._prober),
@@ -260,9 +266,10 @@ class _Parts:
             self._notices,
             NodeReader(client),
             Poster(client, config.identity),
-            dataclasses.replace(config.settings, pod_monitors=pod_monitors),
+            dataclasses.replace(config.settings, pod_monitors=pod_monitors, autoscales=True),
             metrics,
             queue.remove,
+            self._autoscaler,
         )
         self._workers = Workers(queue, controller.work)
         self._verifier = Verifier(client, mirror, config.watch_namespaces, pod_monitors, self.add)
@@ -279,9 +286,14 @@ class _Parts:
         """Put a service on the queue."""
         self._workers.add(key)
 
+    async def _scrape(self, targets: Iterable[Target]) -> Round:
+        chosen = list(targets)
+        return await self._scraping.run(lambda: self._scraper.round(chosen))
+
     def start(self) -> None:
         """Let all of them run. Nothing is decided before everything that exists has arrived."""
         works = {"workers": self._work(), "notices": self._notices.run(), "verifier": self._verifier.run()}
+        works["autoscaler"] = self._autoscaler.run()
         if self._operator.config.pod_monitors:
             works["PodMonitors"] = self._watch_monitors()
         for name, work in works.items():
@@ -314,6 +326,9 @@ class _Parts:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._prober.close()
+        with contextlib.suppress(Exception):
+            await self._scraping.run(self._scraper.close)
+        await self._scraping.stop()
         if not self.failed.done():
             self.failed.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):

@@ -13,7 +13,7 @@ from kvern_operator.api.base import parse_time
 from kvern_operator.api.status import InferenceServiceStatus
 from kvern_operator.api.types import InferenceService, InferenceServiceSpec
 from kvern_operator.desired import engine, meta, monitor, network, router, services
-from kvern_operator.desired.layout import Layout, parse_layout, wanted_layout
+from kvern_operator.desired.layout import Layout, parse_layout, target_layout
 from kvern_operator.observed import Object, Observed, Pod
 from kvern_operator.relayout import relaid, to_switch, why_not
 from kvern_operator.replicas import ending, lost_image, pattern, replicas_of, taken_numbers
@@ -54,26 +54,37 @@ class Plan:
         return not (self.apply or self.delete or self.drain or self.resume or self.switch)
 
 
-def desired_replicas(spec: InferenceServiceSpec) -> int:
-    """How many replicas are wanted. Only `Internal` will have another source than spec.replicas."""
+def desired_replicas(
+    spec: InferenceServiceSpec,
+    status: InferenceServiceStatus | None = None,
+    existing: int = 0,
+    autoscales: bool = False,
+) -> int:
+    """How many replicas are wanted. In mode Internal that is what was decided last (autoscale/record.py writes it into
+    status); before anything was, what was wanted last, or what there is, within the bounds."""
     if spec.suspend:
         return 0
-    if spec.autoscaling.mode == "Internal":
-        highest = spec.autoscaling.max_replicas or spec.replicas
-        return min(max(spec.replicas, spec.autoscaling.min_replicas), highest)
-    return spec.replicas
+    if spec.autoscaling.mode != "Internal":
+        return spec.replicas
+    last = spec.replicas
+    if autoscales:
+        if status is not None and status.autoscaling.desired is not None:
+            return status.autoscaling.desired
+        last = (status.desired_replicas if status is not None else existing) or spec.replicas
+    return min(max(last, spec.autoscaling.min_replicas), spec.autoscaling.max_replicas or last)
 
 
-def not_acted_upon(spec: InferenceServiceSpec) -> list[str]:
-    """Fields that are valid and that this version does nothing with, as `path: what happens instead`."""
+def not_acted_upon(spec: InferenceServiceSpec, autoscales: bool = True) -> list[str]:
+    """Fields that are valid and that nothing is done with, as `path: what happens instead`. `autoscales`: see
+    Settings."""
     found = []
     tensor, scaling = spec.parallelism.tensor, spec.autoscaling
     if spec.model.adapters:
         found.append("spec.model.adapters: adapters are not served yet")
-    if scaling.mode in ("Internal", "Recommend"):
-        found.append(f"spec.autoscaling.mode: {scaling.mode} is not acted upon yet; replicas follow spec.replicas")
-    if tensor.mode != "Fixed":
-        found.append(f"spec.parallelism.tensor.mode: {tensor.mode} is not acted upon yet; the size stays as it is")
+    if scaling.mode in ("Internal", "Recommend") and not autoscales:
+        found.append(f"spec.autoscaling.mode: {scaling.mode} needs a cluster; replicas follow spec.replicas")
+    if tensor.mode != "Fixed" and not autoscales:
+        found.append(f"spec.parallelism.tensor.mode: {tensor.mode} needs a cluster; the size stays as it is")
     if spec.parallelism.expert:
         found.append("spec.parallelism.expert: expert parallelism is not offered yet")
     if spec.router.mode == "InferencePool":
@@ -107,7 +118,7 @@ def _replica_objects(
     """StatefulSets and layouts that shall exist. Those that run are kept as they are: a template is frozen with its
     revision, whatever a newer operator would build. `present`: those that have the present layout, or take it as they
     run."""
-    wanted = []
+    wanted, target = [], target_layout(service.spec, observed.status)
     for live in observed.children:
         (kind, name), obj = meta.key(live), meta.as_applied(live)
         if kind != "StatefulSet" or name in moves.delete:
@@ -116,14 +127,14 @@ def _replica_objects(
             obj = meta.with_annotations(obj, **{meta.DRAINING_SINCE: now.isoformat()})
         elif name in moves.resume:
             obj = meta.with_annotations(obj, **{meta.DRAINING_SINCE: None})
-        layout = parse_layout(meta.annotation(obj, meta.LAYOUT)) or wanted_layout(service.spec)
-        if name in present and relaid(live, wanted_layout(service.spec), observed.pods):
-            layout = wanted_layout(service.spec)
+        layout = parse_layout(meta.annotation(obj, meta.LAYOUT)) or target
+        if name in present and relaid(live, target, observed.pods):
+            layout = target
             obj = meta.with_annotations(obj, **{meta.LAYOUT: str(layout)})
         wanted += [obj, *_beside(service, name, layout, obj["spec"]["replicas"])]
     model = pattern(service, observed)
     for name in names:
-        layout = wanted_layout(service.spec)
+        layout = target
         made = engine.stateful_set(service, name, layout, settings)
         if model is not None:
             made = engine.renamed(meta.as_applied(model), name)
@@ -202,7 +213,7 @@ def _to_dry_run(service: InferenceService, observed: Observed, free_name: str, s
     seen |= {(r.kind, r.revision) for r in observed.refusals}
     unsure = bool(spec.overrides.pod_template) or spec.model.uri.startswith("oci://")
     if unsure and ("StatefulSet", engine.revision(spec)) not in seen:
-        found.append(engine.stateful_set(service, free_name, wanted_layout(spec), settings))
+        found.append(engine.stateful_set(service, free_name, target_layout(spec, observed.status), settings))
     if spec.overrides.router_pod_template and ("Deployment", router.revision(service)) not in seen:
         found.append(router.deployment(service, spec.router.replicas, settings))
     return [meta.stamped(obj) for obj in found]
@@ -214,8 +225,10 @@ def _to_dry_run(service: InferenceService, observed: Observed, free_name: str, s
 def reconcile(service: InferenceService, observed: Observed, now: datetime, settings: Settings = DEFAULTS) -> Plan:
     """The plan for one service. `now` is aware; the plan's times are in UTC with whole seconds."""
     exact, now = now.astimezone(UTC), parse_time(now)
-    desired = desired_replicas(service.spec)
     replicas = replicas_of(service, observed, exact, settings)
+    staying = sum(not r.leaving for r in replicas)
+    desired = desired_replicas(service.spec, observed.status, staying, settings.autoscales)
+    target = target_layout(service.spec, observed.status)
     moves = _moves(service, observed, replicas, desired, exact)
     names = _new_names(service, taken_numbers(service, replicas, observed.pods), max(moves.add, 1))
     free_name, names = names[0], names[: moves.add]
@@ -229,7 +242,8 @@ def reconcile(service: InferenceService, observed: Observed, now: datetime, sett
     live = {meta.key(obj): obj for obj in observed.children}
     keys = {meta.key(obj) for obj in stamped}
     started = _started(stamped, names)
-    switch = () if service.spec.rollout.paused else to_switch(wanted_layout(service.spec), present, observed.pods)
+    ignored = tuple(not_acted_upon(service.spec, settings.autoscales))
+    switch = () if service.spec.rollout.paused else to_switch(target, present, observed.pods)
     obsolete = [k for k, obj in live.items() if k not in keys and not _outlives(obj)]
     return Plan(
         apply=tuple(obj for obj in stamped if meta.differs(obj, live.get(meta.key(obj)))),
@@ -238,7 +252,7 @@ def reconcile(service: InferenceService, observed: Observed, now: datetime, sett
         drain=_to_tell(observed.pods, moves.tell, draining=True),
         resume=_to_tell(observed.pods, {r.name for r in replicas} - leaving, draining=False),
         switch=switch,
-        status=status_of(Pass(service, observed, replicas, desired, now, settings, (*not_acted_upon(service.spec),))),
+        status=status_of(Pass(service, observed, replicas, desired, now, settings, ignored)),
         notes=(
             *_relayout_notes(observed, switch),
             *_notes(service, observed, replicas, moves, started, desired),
@@ -308,7 +322,7 @@ def _notes(
     started: list[Object],
     desired: int,
 ) -> Iterable[str]:
-    size, by_owner = wanted_layout(service.spec).tensor, {p.owner: p for p in observed.pods}
+    size, by_owner = target_layout(service.spec, observed.status).tensor, {p.owner: p for p in observed.pods}
     by_name = {r.name: r for r in replicas}
     revision = engine.revision(service.spec)
     wanted = f"{desired} replica{' is' if desired == 1 else 's are'} wanted"

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from kvern_operator.api.base import parse_time
 from kvern_operator.api.types import InferenceService
 from kvern_operator.desired import engine, meta
-from kvern_operator.desired.layout import wanted_layout
+from kvern_operator.desired.layout import target_layout
 from kvern_operator.observed import Notice, Object, Observed, Pod
 from kvern_operator.relayout import has_layout
 from kvern_operator.rollout import Replica
@@ -36,7 +36,7 @@ def replicas_of(service: InferenceService, observed: Observed, now: datetime, se
             Replica(
                 name=name,
                 index=index,
-                current=_is_present(service, obj, pods) and not lost_image(pods, obj, image),
+                current=_is_present(service, observed, obj, pods) and not lost_image(pods, obj, image),
                 ready=len(alive) >= size and all(p.ready for p in alive),
                 served=any(p.served for p in pods),
                 running=any(p.running for p in pods),
@@ -143,23 +143,23 @@ def wants_room(service: InferenceService, observed: Observed) -> bool:
     engines = [p for p in observed.pods if p.component == meta.ENGINE]
     if any(p.terminating or p.owner not in names for p in engines):
         return True
-    present = _present(service)
+    present = _present(service, observed)
     return not rollout.paused and any(_made_as(o) != present for o in sets)
 
 
-def _present(service: InferenceService) -> tuple[str, str]:
+def _present(service: InferenceService, observed: Observed) -> tuple[str, str]:
     """The revision and the layout that replicas are to have."""
-    return engine.revision(service.spec), str(wanted_layout(service.spec))
+    return engine.revision(service.spec), str(target_layout(service.spec, observed.status))
 
 
-def _is_present(service: InferenceService, workload: Object, pods: list[Pod]) -> bool:
+def _is_present(service: InferenceService, observed: Observed, workload: Object, pods: list[Pod]) -> bool:
     """Whether a replica is of the present revision and has the present layout, or can take it as it runs."""
-    spec, made = service.spec, _made_as(workload)
+    spec, made, target = service.spec, _made_as(workload), target_layout(service.spec, observed.status)
     if made[0] != engine.revision(spec):
         return False
-    if made[1] == str(wanted_layout(spec)) and not pods:
+    if made[1] == str(target) and not pods:
         return True
-    return has_layout(workload, wanted_layout(spec), pods, planned=spec.parallelism.tensor.mode == "Auto")
+    return has_layout(workload, target, pods, planned=spec.parallelism.tensor.mode == "Auto")
 
 
 def _made_as(workload: Object) -> tuple[str, str]:
@@ -172,6 +172,6 @@ def pattern(service: InferenceService, observed: Observed) -> Object | None:
     if not service.spec.rollout.paused:
         return None
     sets = [o for o in observed.children if o["kind"] == "StatefulSet" and marked_at(o) is None]
-    if any(_made_as(o) == _present(service) for o in sets):
+    if any(_made_as(o) == _present(service, observed) for o in sets):
         return None
     return max(sets, key=lambda o: str(o["metadata"]["name"]), default=None)

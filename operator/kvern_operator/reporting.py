@@ -16,6 +16,7 @@ from kvern_operator.api.status import (
     Decision,
     FeasibleSize,
     InferenceServiceStatus,
+    LayoutPlan,
     ParallelismStatus,
     Revision,
     Startup,
@@ -26,7 +27,7 @@ from kvern_operator.causes import Surroundings
 from kvern_operator.conditions import View, compute, condition
 from kvern_operator.desired import engine, meta, services
 from kvern_operator.desired.cache import is_complete
-from kvern_operator.desired.layout import Layout, wanted_layout
+from kvern_operator.desired.layout import Layout, target_layout
 from kvern_operator.observed import Notice, Observed, Pod
 from kvern_operator.relayout import present_layout
 from kvern_operator.replicas import marked_at
@@ -52,15 +53,15 @@ class Pass:
 def status_of(found: Pass) -> InferenceServiceStatus:
     """The whole status after one pass."""
     service, observed, previous = found.service, found.observed, found.observed.status
-    spec, layout = service.spec, wanted_layout(service.spec)
+    spec, layout = service.spec, target_layout(service.spec, previous)
     sets = {o["metadata"]["name"]: o for o in observed.children if o["kind"] == "StatefulSet"}
     ready = [r for r in found.replicas if r.ready and not r.leaving]
     parsed = (present_layout(sets[r.name], observed.pods) for r in ready)
     layouts = frozenset(x for x in parsed if x is not None)
-    view = _view(found, layout, layouts, len(ready))
+    parallelism, scaling = _parallelism(found, layout, layouts), _autoscaling(found)
+    view = _view(found, layout, layouts, len(ready), scaling, parallelism.plan)
     revisions = {sets[r.name]["metadata"]["labels"].get(meta.REVISION_LABEL) for r in ready}
     before = previous.revision.current if previous else None
-    parallelism = _parallelism(layout, layouts, observed.pods, previous, found.now)
     return InferenceServiceStatus(
         observed_generation=service.metadata.generation,
         replicas=len(found.replicas),
@@ -76,7 +77,7 @@ def status_of(found: Pass) -> InferenceServiceStatus:
             gpus=sum(_number(meta.annotation(o, meta.GPUS)) for o in sets.values()),
             kv_tokens_per_replica=next((f.kv_tokens for f in parallelism.feasible if f.size == layout.tensor), None),
         ),
-        autoscaling=_decision(service, found.desired, len(found.replicas), previous, found.now),
+        autoscaling=scaling,
         revision=Revision(current=revisions.pop() if len(revisions) == 1 else before, updated=engine.revision(spec)),
         cache=_cache(view, spec.cache is not None, bool(ready)),
         conditions=compute(view, previous, service.metadata.generation, found.now),
@@ -101,7 +102,14 @@ def invalid_spec(
 # ---------------------------------------------------------------- the view of conditions
 
 
-def _view(found: Pass, layout: Layout, layouts: frozenset[Layout], ready: int) -> View:
+def _view(
+    found: Pass,
+    layout: Layout,
+    layouts: frozenset[Layout],
+    ready: int,
+    scaling: AutoscalingStatus,
+    plan: LayoutPlan | None,
+) -> View:
     present = [r for r in found.replicas if r.current and not r.leaving]
     memory = found.service.spec.resources.memory
     return View(
@@ -120,6 +128,9 @@ def _view(found: Pass, layout: Layout, layouts: frozenset[Layout], ready: int) -
         cache=cache_state(found.service, found.observed),
         drains=_drains(found),
         full=found.observed.spare_replicas == 0,
+        scaling=scaling,
+        plan=plan,
+        autoscales=found.settings.autoscales,
         ended=tuple(sorted({p.name for p in found.observed.pods if p.component == meta.ENGINE and p.terminating})),
         around=Surroundings(
             notices=_relevant(found.observed),
@@ -202,36 +213,47 @@ def _startup(pods: Iterable[Pod], previous: InferenceServiceStatus | None) -> St
     )
 
 
-def _decision(
-    service: InferenceService, desired: int, existing: int, previous: InferenceServiceStatus | None, now: datetime
-) -> AutoscalingStatus:
-    """Where no decision is on record, it is one from the number of replicas that there are."""
+def _autoscaling(found: Pass) -> AutoscalingStatus:
+    """The record of decisions, with the present mode; one that follows from the spec is added here. Those made from
+    metrics are there already (autoscale/record.py)."""
+    spec, previous, desired = found.service.spec, found.observed.status, found.desired
     before = previous.autoscaling if previous else AutoscalingStatus()
+    mode = spec.autoscaling.mode
+    internal, wanted = found.settings.autoscales and mode == "Internal", before.desired
+    if internal and not spec.suspend:
+        wanted = desired
+    record = before.model_copy(
+        update={
+            "mode": mode,
+            "desired": wanted if internal else None,
+            "recommended": before.recommended if mode == "Recommend" else None,
+        }
+    )
     seen = previous is not None and before.last_decision is not None
-    last = previous.desired_replicas if previous is not None and seen else existing
+    # Where no decision is on record, it is one from the number of replicas that there are.
+    last = previous.desired_replicas if previous is not None and seen else len(found.replicas)
     if seen and last == desired:
-        return before
-    why = "suspended" if service.spec.suspend else f"spec.replicas is {service.spec.replicas}"
-    made = Decision(time=now, from_=last, to=desired, reason=why)
-    return AutoscalingStatus(last_decision=made, history=[*before.history, made][-HISTORY:])
+        return record
+    why = "suspended" if spec.suspend else f"spec.replicas is {spec.replicas}"
+    cause = "suspend" if spec.suspend else mode
+    made = Decision(time=found.now, from_=last, to=desired, reason=why, cause=cause)
+    return record.model_copy(update={"last_decision": made, "history": [*before.history, made][-HISTORY:]})
 
 
-def _parallelism(
-    layout: Layout,
-    layouts: frozenset[Layout],
-    pods: Iterable[Pod],
-    previous: InferenceServiceStatus | None,
-    now: datetime,
-) -> ParallelismStatus:
+def _parallelism(found: Pass, layout: Layout, layouts: frozenset[Layout]) -> ParallelismStatus:
+    previous, planned = found.observed.status, found.service.spec.parallelism.tensor.mode != "Fixed"
     before = previous.parallelism if previous else ParallelismStatus()
-    changed = now if before.target not in (None, layout.tensor) else before.last_change_time
+    changed = found.now if before.target not in (None, layout.tensor) else before.last_change_time
     sizes = {x.tensor for x in layouts}
-    return ParallelismStatus(
-        current=sizes.pop() if len(sizes) == 1 else None,
-        target=layout.tensor,
-        recommended=before.recommended,
-        feasible=_feasible(pods) or before.feasible,
-        last_change_time=changed,
+    return before.model_copy(
+        update={
+            "current": sizes.pop() if len(sizes) == 1 else None,
+            "target": layout.tensor,
+            "feasible": _feasible(found.observed.pods) or before.feasible,
+            "last_change_time": changed,
+            "plan": before.plan if planned else None,
+            "recommended": before.recommended if planned else None,
+        }
     )
 
 

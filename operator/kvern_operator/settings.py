@@ -27,3 +27,4 @@ class Settings:
     url: str = ""  # instead of the Service's DNS name
     # Fields of this spec that the executor cannot act upon: "spec.cache.pvc: why".
     ignored: tuple[str, ...] = ()
+    autoscales: bool = False  # somebody decides from metrics (autoscale/loop.py) and records it in status

@@ -10,6 +10,7 @@ from kubernetes.aio.client.configuration import Configuration
 from kvern_operator.admin import Pace, Prober
 from kvern_operator.api.types import KIND
 from kvern_operator.apply import Executor
+from kvern_operator.autoscale.loop import Autoscaler
 from kvern_operator.controller import FIRST_ANSWERS, Controller
 from kvern_operator.desired import meta
 from kvern_operator.events import Poster
@@ -39,6 +40,7 @@ class Bench:
 
     api: FakeApi
     settings: Settings = SETTINGS
+    autoscaler: Autoscaler | None = None
     changed: list = field(default_factory=list)
     forgotten: list = field(default_factory=list)
     _seen: dict = field(default_factory=dict)  # UID -> kind
@@ -61,6 +63,7 @@ class Bench:
             self.settings,
             self.metrics,
             self.forgotten.append,
+            self.autoscaler,
         )
 
     async def close(self) -> None:

@@ -236,13 +236,13 @@ def test_a_curl_line_survives_the_shell():
 def test_validate(tmp_path, capsys):
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     text = "apiVersion: kvern.dev/v1alpha1\nkind: InferenceService\nmetadata: {name: a}\nspec:\n  model: {uri: 'builtin://tiny-kjv'}\n"
-    good.write_text(text + "  parallelism: {tensor: {mode: Auto}}\n")
+    good.write_text(text + "  parallelism: {tensor: {mode: Auto}, expert: true}\n")
     bad.write_text(text + "  replica: 1\n")
     assert cli.main(["validate", str(good), str(bad)]) == 1
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         f"{good}: valid: a serves tiny-kjv, replicas 1",
-        f"{good}: note: spec.parallelism.tensor.mode: Auto is not acted upon yet; the size stays as it is",
+        f"{good}: note: spec.parallelism.expert: expert parallelism is not offered yet",
     ]
     assert err == f"{bad}:6: spec.replica: unknown field; did you mean replicas?\n"
     assert cli.main(["up", str(bad)]) == 2

@@ -410,7 +410,7 @@ async def test_status_shows_columns_conditions_and_pods(make_up, capsys):
     assert "Ready               True" in out and "1 of 1 replicas answer at" in out
     assert "Last decision   0 -> 1 replicas, " in out and "s ago: spec.replicas is 1." in out
     assert "fake-r0-0" in out and "fake-router-0" in out
-    assert "FieldsIgnored       True     NotSupportedHere" in out and "Recommend is not acted upon yet" in out
+    assert "FieldsIgnored       True     NotSupportedHere" in out and "Recommend needs a cluster" in out
     assert main(["status", "fake", "-o", "yaml"]) == 0
     assert "observedGeneration: 1" in capsys.readouterr().out
     assert main(["status", "nobody"]) == 1

@@ -338,8 +338,8 @@ def test_fields_that_nothing_acts_upon_yet_are_named():
     found = plan.status.condition("FieldsIgnored")
     assert (found.status, found.reason) == ("True", "NotSupportedHere")
     assert found.message == (
-        "spec.autoscaling.mode: Internal is not acted upon yet; replicas follow spec.replicas; "
-        "spec.parallelism.tensor.mode: Auto is not acted upon yet; the size stays as it is; spec.cache: no claims here"
+        "spec.autoscaling.mode: Internal needs a cluster; replicas follow spec.replicas; "
+        "spec.parallelism.tensor.mode: Auto needs a cluster; the size stays as it is; spec.cache: no claims here"
     )
     assert FakeCluster().plan(service()).status.condition("FieldsIgnored") is None
 

@@ -64,7 +64,7 @@ def replica_file(
             "name": pod.name,
             "uid": pod.uid,
             "url": f"http://{pod.address}",
-            "weight": 1,
+            "weight": _weight(pod, pods),
             "state": "draining" if pod.owner in leaving or pod.draining else "ready",
         }
         for pod in sorted(pods, key=lambda p: p.name)
@@ -82,6 +82,21 @@ def replica_file(
         routers = [p.address for p in pods if p.component == meta.ROUTER and p.running and p.address]
         document |= {"limits": limits, "routers": sorted(routers)}
     return json.dumps(document, indent=1)
+
+
+def _weight(pod: Pod, pods: Iterable[Pod]) -> float:
+    """The pod's share of requests: while replicas have different layouts, by the tokens that they hold."""
+    held = {p.uid: _held_tokens(p) for p in pods if p.component == meta.ENGINE and p.ready and meta.leads(p.name)}
+    sizes = {p.tensor for p in pods if p.uid in held}
+    most = max((tokens for tokens in held.values() if tokens), default=0)
+    mine = held.get(pod.uid)
+    if len(sizes) < 2 or not mine:
+        return 1
+    return 1 if mine == most else max(round(mine / most, 2), 0.01)
+
+
+def _held_tokens(pod: Pod) -> int | None:
+    return next((tokens for size, tokens in pod.feasible if size == pod.tensor), None)
 
 
 def _hosts(service: InferenceService, pods: list[Pod], replicas: set[str], settings: Settings) -> list[Object]:

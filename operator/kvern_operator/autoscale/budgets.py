@@ -1,0 +1,54 @@
+"""The GPUs of namespaces: the whole number in the entry `gpus` of each one's ConfigMap `kvern-budget`. Effects only."""
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+
+from kvern_operator.kube import ApiError, KubeClient
+from kvern_operator.queue import Clock
+
+log = logging.getLogger("kvern.autoscale")
+
+CONFIG_MAP, ENTRY = "kvern-budget", "gpus"
+FRESH = 30.0  # seconds that what was read is good for
+AGAIN = 5.0  # seconds after which one that could not be read is tried again
+
+
+class BudgetReader:
+    """Reads them now and then. What was read last holds while the API server is away; what says no number is as good
+    as unread: nothing is decided for the namespace's services that use GPUs."""
+
+    def __init__(self, client: KubeClient, clock: Clock = time.monotonic) -> None:
+        self._client, self._clock = client, clock
+        self._known: dict[str, int | None] = {}
+        self._due: dict[str, float] = {}
+
+    async def read(self, namespaces: Collection[str]) -> Mapping[str, int | None]:
+        """By namespace its budget, None where there is none; without those that cannot be told."""
+        for gone in self._due.keys() - set(namespaces):
+            del self._due[gone]
+            self._known.pop(gone, None)
+        for namespace in sorted(namespaces):
+            now = self._clock()
+            if now < self._due.get(namespace, now):
+                continue
+            try:
+                self._known[namespace] = await self._one(namespace)
+                self._due[namespace] = now + FRESH
+            except ApiError as error:
+                log.warning("the GPU budget of namespace %s cannot be read: %s", namespace, error)
+                self._due[namespace] = now + AGAIN
+            except ValueError as error:
+                log.warning("ConfigMap %s/%s: %s", namespace, CONFIG_MAP, error)
+                self._known.pop(namespace, None)
+                self._due[namespace] = now + AGAIN
+        return dict(self._known)
+
+    async def _one(self, namespace: str) -> int | None:
+        found = await self._client.find("ConfigMap", namespace, CONFIG_MAP)
+        if found is None:
+            return None
+        text = str((found.get("data") or {}).get(ENTRY, "")).strip()
+        if not text.isdecimal():
+            raise ValueError(f'{ENTRY}: "{text}" is not a whole number of GPUs, such as "8"')
+        return int(text)
