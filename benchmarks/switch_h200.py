@@ -21,9 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from threading import Thread
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 from h200 import write_model
@@ -246,17 +249,55 @@ def same_text(server, tokens):
     }
 
 
+def killed(server, phase):
+    """A rank is killed in a phase of a switch: what the others' streams, the probes and the pod say."""
+    running = Streams(server.url, 1500, salt=90)
+    time.sleep(4.0)
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    victim = next(p for p in family if p.cmdline()[-1:] == ["worker-1"])
+    server.generation += 1
+    size = 1 if server.layout()["current"] == 2 else 2
+    request(server.admin, "/admin/layout", {"tensor": size, "generation": server.generation}, "secret")
+    deadline = time.monotonic() + 30
+    while (now := server.layout()["phase"]) != phase and time.monotonic() < deadline:
+        time.sleep(0.002)
+    victim.kill()
+    began = time.monotonic()
+    while server.layout()["phase"] != "Stable" and time.monotonic() < began + 120:
+        time.sleep(0.05)
+    took = time.monotonic() - began
+    found = running.finish()
+    record = server.layout()["last"][0]
+    errors = [error for *_, error in found.values() if error]
+    return {
+        "killed": "worker 1",
+        "phase": now,
+        "over_after_s": round(took, 2),
+        "outcome": record["outcome"],
+        "reason": record["reason"],
+        "streams": STREAMS,
+        "failed": len(errors),
+        "error": errors[0] if errors else None,
+        "health": request(server.url, "/health")[0],
+        "new_request": request(server.url, "/v1/completions", {"model": "m", "prompt": [5, 6], "max_tokens": 4})[0],
+    }
+
+
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", type=Path, required=True)
     ap.add_argument("--rounds", type=int, default=2, help="sets of streams, three switches each")
     ap.add_argument("--tokens", type=int, default=3900, help="of each stream")
     ap.add_argument("--text-tokens", type=int, default=400, help="of each stream whose text is compared; 0: none")
+    ap.add_argument("--kill", help="in the end, kill a rank in this phase of a switch, such as Resharding")
     ap.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim tries the benchmark itself")
     ap.add_argument("--flags", nargs="*", default=[], help="more flags of kvern serve, without dashes: NAME=VALUE")
     a = ap.parse_args()
     flags = [word for flag in a.flags for word in (f"--{flag.partition('=')[0]}", flag.partition("=")[2])]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = os.environ.get("KVERN_COMMIT", "")
+    commit = (
+        commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    )
     with tempfile.TemporaryDirectory() as folder, a.out.open("a") as out:
 
         def write(line):
@@ -276,6 +317,8 @@ def main():
                 write(same_text(server, a.text_tokens))
             under_load(server, a.rounds, a.tokens, write)
             write({"layout": server.layout()["feasible"]})
+            if a.kill:
+                write(killed(server, a.kill))
         finally:
             server.stop()
     return 0
