@@ -155,8 +155,6 @@ def _look(made: SwitchingPod, seen: Seen) -> None:
     told = sorted({_alike(str(c.error)) for c in lost})
     whole = sum(c.done and not c.error for c in clients)
     seen.clients = f"{whole} of 4 streams complete" + "".join(f"; the others: {t}" for t in told)
-        f"; the others: {t}" for t in told
-    )
     wait_for(lambda: "dead" in _probe(pod, "/ready"), TOLD_SECONDS, "an engine is dead")
     seen.health = f"{_probe(pod, '/health')} / {_probe(pod, '/ready').partition(' ')[0]}"
     lines = [line.strip().partition("msg=")[2] for line in pod.lines if "layout: " in line or "engine died" in line]
