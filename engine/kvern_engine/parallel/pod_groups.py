@@ -90,6 +90,6 @@ class PodGroups:
         deadline = time.monotonic() + timeout
         while not event.query():  # type: ignore[no-untyped-call]
             if given_up() or time.monotonic() > deadline:
-                dist.distributed_c10d._abort_process_group()
+                dist.group.WORLD.abort()  # only this one: engines that are whole go on over theirs
                 raise RuntimeError("a rank of the pod is gone or late: what it was to send has not come")
             time.sleep(_LOOK_SECONDS)
