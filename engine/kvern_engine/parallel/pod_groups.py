@@ -90,6 +90,7 @@ class PodGroups:
         deadline = time.monotonic() + timeout
         while not event.query():  # type: ignore[no-untyped-call]
             if given_up() or time.monotonic() > deadline:
+                assert dist.group.WORLD is not None
                 dist.group.WORLD.abort()  # only this one: engines that are whole go on over theirs
                 raise RuntimeError("a rank of the pod is gone or late: what it was to send has not come")
             time.sleep(_LOOK_SECONDS)
