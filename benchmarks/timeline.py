@@ -28,7 +28,19 @@ GROUPS = (  # the first pattern found in a kernel's name decides
     ("inputs", ("_decode_inputs_kernel", "index", "gather", "embedding", "Memcpy", "Memset")),
     (
         "gemm",
-        ("gemm", "_product_kernel", "_split_kernel", "nvjet", "cutlass", "xmma", "gemv", "splitK", "_linear", "cublas"),
+        (
+            "gemm",
+            "hopper_product",
+            "_product_kernel",
+            "_split_kernel",
+            "nvjet",
+            "cutlass",
+            "xmma",
+            "gemv",
+            "splitK",
+            "_linear",
+            "cublas",
+        ),
     ),
 )
 

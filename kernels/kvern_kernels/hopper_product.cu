@@ -143,10 +143,10 @@ __device__ __forceinline__ Tile tile_at(int number, int row_pairs, int column_ti
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
-    product(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-            const __grid_constant__ TensorMap y_map, int rows, int row_pairs, int column_tiles, int steps,
-            int second_half,  // rows of W behind a tile's first row at which the cluster's second block loads
-            const float* row_scales, const float* scale) {
+    hopper_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+                   const __grid_constant__ TensorMap y_map, int rows, int row_pairs, int column_tiles, int steps,
+                   int second_half,  // rows of W behind a tile's first row at which the cluster's second block loads
+                   const float* row_scales, const float* scale) {
     extern __shared__ char dynamic[];
     u32 base = (shared_address(dynamic) + 1023) & ~1023u;
     u32 out_base = base + STAGES * STAGE_BYTES, barriers = out_base + 2 * OUT_BYTES;

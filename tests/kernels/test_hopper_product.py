@@ -37,7 +37,9 @@ def test_what_the_shares_mean() -> None:
     gate_up = 28672
     for rows in (1024, 8000, 16000, 16384):
         assert hopper_product.useful_share(rows, gate_up, CLUSTERS) >= hopper_product._GATED_SHARE, rows
-    assert hopper_product.useful_share(1025, gate_up, CLUSTERS) < hopper_product._GATED_SHARE
+    assert hopper_product.useful_share(1025, gate_up, CLUSTERS) < hopper_product._GATED_FP8_SHARE
+    assert hopper_product.useful_share(1536, gate_up, CLUSTERS) >= hopper_product._GATED_FP8_SHARE
+    assert hopper_product.useful_share(1536, gate_up, CLUSTERS) < hopper_product._GATED_SHARE
     assert hopper_product.useful_share(16384, 4096, CLUSTERS) >= hopper_product._ADDING_SHARE
     assert hopper_product.useful_share(8000, 4096, CLUSTERS) < hopper_product._ADDING_SHARE
 
