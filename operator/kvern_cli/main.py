@@ -1,16 +1,18 @@
 """`kvern`: finds the command and hands over. Imports nothing heavy, so that --help and errors come at once."""
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
 
+COMMANDS = ("up", "status", "explain", "logs", "validate", "down")
 ENGINE_COMMANDS = {
     "serve": "an OpenAI-compatible server for one model",
     "generate": "an answer on standard output",
     "inspect": "what a model is, what it takes, and on which GPUs it fits",
     "bench": "measure a model; JSON lines on standard output",
-    "fetch": "download a built-in model",
+    "fetch": "bring a model here: from a hub, a bucket, or a built-in one",
 }
 
 
@@ -19,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in ENGINE_COMMANDS:
         return _engine(argv)
+    if argv and (problem := _unknown(argv[0])):
+        print(f"kvern: {problem}", file=sys.stderr)
+        return 2
     parser = make_parser()
     try:
         args = parser.parse_args(argv)
@@ -31,6 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # kvern status | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _unknown(word: str) -> str | None:
+    """What is wrong with a first word that is no command, with the nearest one; None where nothing is."""
+    known = [*COMMANDS, *ENGINE_COMMANDS]
+    if word.startswith("-") or word in known:
+        return None
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"unknown command {word!r}; " + (f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}")
 
 
 def _engine(argv: list[str]) -> int:

@@ -20,7 +20,7 @@ from recorded import condition, crashed, event, pod, replica, router_pods, route
 
 from kvern_cli.kube.gather import missing_hint
 from kvern_cli.logs import is_replica, merged, split_time, wanted_pods
-from kvern_cli.main import main
+from kvern_cli.main import COMMANDS, main, make_parser
 
 ALL_SERVICES = "/apis/kvern.dev/v1alpha1/inferenceservices"
 EVENTS = "/api/v1/namespaces/team-a/events"
@@ -526,7 +526,15 @@ def test_looking_at_a_cluster_imports_nothing_heavy(cluster):
         (["status", "--local", "--cluster"], "not allowed with argument"),
         (["status", "-w", "-o", "json"], "-w shows a table; leave -o json out"),
         (["explain"], "the following arguments are required: NAME"),
+        (["explian", "x"], "unknown command 'explian'; did you mean explain?"),
+        (["serv", "x"], "unknown command 'serv'; did you mean serve?"),
+        (["xyz"], "unknown command 'xyz'; there are: up, status, explain, logs, validate, down, serve, generate,"),
     ],
 )
 def test_wrong_words(argv, words, capsys):
     assert main(argv) == 2 and words in capsys.readouterr().err
+
+
+def test_every_command_is_known():
+    (group,) = (a for a in make_parser()._actions if a.dest == "command")
+    assert set(group.choices) == set(COMMANDS)

@@ -50,7 +50,11 @@ def _serve_report(report: tuple[str, int, str], meter: Meter) -> ReportServer:
 
 def _fetch_builtin(model: str) -> Path:
     from kvern_engine.loading.fetch import fetch_builtin
+    from kvern_engine.loading.resolve import HUB_ID
 
+    if "/" in model.removeprefix("builtin://"):
+        right = f"hf://{model}" if HUB_ID.fullmatch(model) else "hf://org/name, s3://bucket/folder or builtin://NAME"
+        raise FetchError(f"cannot fetch {model!r}: write {right}; what lies on this machine needs no fetching")
     shown_line = ""
 
     def progress(what: str, done: float) -> None:

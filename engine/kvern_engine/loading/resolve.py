@@ -56,7 +56,8 @@ BUILTIN_MODELS = {
 # KVERN_MODELS_DIR, which the image sets.
 BUNDLED_MODELS = {"tiny-kjv": "a Llama of a million weights, trained on the King James Bible"}
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_KINDS = "a folder with config.json, a .gguf file, hf://org/name, s3://bucket/folder or builtin://smollm2-135m"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def cache_dir() -> Path:
@@ -85,7 +86,7 @@ def resolve_model(spec: str, revision: str | None = None) -> ModelFiles:
     """
     scheme, separator, rest = spec.partition("://")
     if not spec:
-        raise ModelNotFoundError("model is empty; give a folder, a .gguf file or builtin://smollm2-135m")
+        raise ModelNotFoundError(f"model is empty; give {_KINDS}")
     if not separator:
         return _resolve_path(spec, Path(spec).expanduser())
     if scheme == "builtin":
@@ -94,10 +95,7 @@ def resolve_model(spec: str, revision: str | None = None) -> ModelFiles:
         return _resolve_fetched(spec, revision)
     if scheme == "file":
         return _resolve_path(spec, Path(rest))
-    raise ModelNotFoundError(
-        f"model {spec!r}: unknown scheme {scheme + '://'!r}; use a folder, a .gguf file, builtin://NAME, hf://org/name "
-        "or s3://bucket/folder"
-    )
+    raise ModelNotFoundError(f"model {spec!r}: unknown scheme {scheme + '://'!r}; use {_KINDS}")
 
 
 def _bundled_elsewhere(name: str) -> str:
@@ -184,9 +182,9 @@ def _hint(spec: str) -> str:
     near = difflib.get_close_matches(spec.lower().rpartition("/")[2], BUILTIN_MODELS, n=1, cutoff=0.6)
     if near:
         return f"; did you mean builtin://{near[0]}?"
-    if _HUB_ID.fullmatch(spec):
+    if HUB_ID.fullmatch(spec):
         return f"; for a model of the Hugging Face hub write hf://{spec}"
-    return "; give a folder with config.json, a .gguf file or builtin://smollm2-135m"
+    return f"; give {_KINDS}"
 
 
 def _in_folder(spec: str, folder: Path, name: str) -> ModelFiles:

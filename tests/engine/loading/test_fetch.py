@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvern_engine.fetching import command
 from kvern_engine.loading import fetch, resolve
 from kvern_engine.loading.fetch import FetchError, fetch_builtin
 from kvern_engine.loading.resolve import BuiltinModel, ModelNotFoundError
@@ -80,6 +81,20 @@ def test_nothing_stays_of_a_bad_download(
 def test_unknown_name() -> None:
     with pytest.raises(ModelNotFoundError, match=r"did you mean builtin://smollm2-135m\?"):
         fetch_builtin("smollm-135m")
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ("org/name", "write hf://org/name;"),
+        ("gs://bucket/name", "write hf://org/name, s3://bucket/folder or builtin://NAME;"),
+        ("/models/name", "write hf://org/name, s3://bucket/folder or builtin://NAME;"),
+    ],
+)
+def test_what_cannot_be_fetched(given: str, right: str) -> None:
+    with pytest.raises(FetchError) as caught:
+        command.fetch(given, None)
+    assert f"cannot fetch {given!r}: {right}" in str(caught.value)
 
 
 def test_pinned_digest_is_that_of_the_installed_file() -> None:

@@ -78,6 +78,8 @@ def test_bad_paths_and_schemes(tmp_path: Path) -> None:
     assert "for a model of the Hugging Face hub write hf://some/model" in message("some/model")
     assert "unknown scheme 'gs://'; use a folder" in message("gs://bucket/model")
     assert "model is empty" in message("")
+    for text in (message(""), message("gs://bucket/model"), message(str(tmp_path / "x"))):
+        assert text.endswith(".gguf file, hf://org/name, s3://bucket/folder or builtin://smollm2-135m")
 
 
 def test_models_from_elsewhere_come_from_the_caches_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
