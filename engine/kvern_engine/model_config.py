@@ -83,11 +83,6 @@ class ModelConfig:
     sliding_layers: tuple[bool, ...] = ()
     experts: Experts | None = None
 
-    @property
-    def kv_bytes_per_token_at_2_bytes(self) -> int:
-        """Bytes of K and V a token takes over all layers in a 2-byte dtype."""
-        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
     def window(self, layer: int) -> int | None:
         """How many tokens, itself included, a token sees in `layer`; None: all before it."""
         if not self.sliding_layers or self.sliding_layers[layer]:

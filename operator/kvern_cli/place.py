@@ -8,7 +8,6 @@ import argparse
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvern_cli.kube.errors import NotFound
@@ -92,8 +91,3 @@ def say_place(text: str) -> None:
         print(f"\x1b[2m{text}\x1b[0m", file=sys.stderr)
     else:
         print(text, file=sys.stderr)
-
-
-def log_of(state: LocalState, pod: str) -> Path:
-    """The log file of a local pod."""
-    return state.folder / "logs" / f"{pod}.log"

@@ -17,7 +17,6 @@ from kvern_router.limits import Limits, Meter, duration
 from kvern_router.metrics import RouterMetrics
 from kvern_router.usage import Usage
 
-EVERYBODY = ""  # the tenant where no keys are asked for
 _FIELDS = {"requests": "requestsPerMinute", "tokens": "tokensPerMinute"}
 ACTIVE_SECONDS = 300.0  # the other routers hear of a tenant for so long after its last request
 

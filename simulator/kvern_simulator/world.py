@@ -1,7 +1,6 @@
 """A service in a cluster, in simulated time: pods that take a while to start or find no GPU, a router that sends each
 request to the least loaded engine, drains, scrapes that may be lost. Whoever decides is a `Controller`."""
 
-import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -137,7 +136,6 @@ class World:
         self._held: deque[Request] = deque()
         self._ended: deque[tuple[float, bool]] = deque()
         self._open: list[Request] = []
-        self._rng = random.Random(trace.name)
         self._preempted: deque[tuple[float, int, int]] = deque()
 
     # -- time ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from fake_cluster import FakeCluster, service
 
-from kvern_operator.desired import engine, meta, network, router
+from kvern_operator.api.load import load_text
+from kvern_operator.desired import cache, engine, meta, network, router
 from kvern_operator.desired.layout import wanted_layout
 from kvern_operator.settings import Settings
 
@@ -26,8 +27,19 @@ def templates(spec: str) -> Iterator[dict[str, Any]]:
     yield router.deployment(svc, 2, SETTINGS)["spec"]["template"]
 
 
+def download() -> dict[str, Any]:
+    """The template of the Job that brings a model into a claim."""
+    head = "apiVersion: kvern.dev/v1alpha1\nkind: InferenceService\nmetadata: {name: smol, namespace: team-a, uid: u-1}"
+    model = "{uri: 'hf://org/name', secretRef: {name: hub}}"
+    template: dict[str, Any] = cache.pod_template(
+        load_text(f"{head}\nspec: {{model: {model}, cache: {{claimName: c}}}}\n"), SETTINGS
+    )
+    return template
+
+
 def pods() -> Iterator[dict[str, Any]]:
-    return (template["spec"] for spec in SPECS for template in templates(spec))
+    yield from (template["spec"] for spec in SPECS for template in templates(spec))
+    yield download()["spec"]
 
 
 def containers() -> Iterator[dict[str, Any]]:

@@ -185,12 +185,6 @@ class BlockPool:
         refs = self.ref_counts
         return sum(1 for block in blocks if refs[block] == 0)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every prefix (after a weight change); used blocks stay used."""
-        self._by_digest.clear()
-        self._digest = [None] * self.num_blocks
-        self.num_cached = 0
-
     def stats(self) -> PoolStats:
         return PoolStats(self.num_blocks, self.num_free, self.num_cached, self.num_used, self.evictions)
 

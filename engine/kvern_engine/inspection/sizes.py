@@ -2,12 +2,9 @@
 ModelConfig, no files and no torch."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.parallel.layout import Layout, even_slice, model_shard
-
-Quantization = Literal["fp8"] | None
 
 
 @dataclass(frozen=True)

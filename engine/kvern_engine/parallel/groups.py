@@ -133,10 +133,6 @@ class ParallelContext:
         return self.layout.coordinates(self.rank)[2]
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.stage == self.layout.pipeline - 1
-
-    @property
     def answers(self) -> bool:
         """This rank's StepResults are the engine's."""
         return self.rank == self.layout.answering_rank(self.engine)

@@ -117,18 +117,6 @@ def test_caching_off_publishes_nothing() -> None:
     assert pool.num_cached == 0
 
 
-def test_reset_forgets_prefixes_of_free_and_used_blocks() -> None:
-    pool = BlockPool(3, 2)
-    free, used = pool.allocate(2)
-    pool.publish(free, digests(1, "a")[0])
-    pool.publish(used, digests(1, "b")[0])
-    pool.release([free])
-    pool.reset_prefix_cache()
-    assert pool.lookup(digests(1, "a")) == pool.lookup(digests(1, "b")) == []
-    pool.release([used])
-    assert (pool.num_free, pool.num_cached) == (3, 0)
-
-
 def test_errors_say_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="num_blocks must be at least 1, got 0"):
         BlockPool(0, 16)

@@ -211,7 +211,6 @@ def test_cpu_threads() -> None:
 def test_block_bytes() -> None:
     shape = LLAMA_8B.num_layers, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim
     assert memory.block_bytes(*shape, 16, 2) == 16 * 131072
-    assert memory.block_bytes(*shape, 1, 2) == LLAMA_8B.kv_bytes_per_token_at_2_bytes
     assert memory.block_bytes(LLAMA_8B.num_layers // 2, 1, LLAMA_8B.head_dim, 16, 2) == 131072
 
 
