@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 WHEELS := $(wildcard ../shared/wheels)
 PIP := $(if $(WHEELS),PIP_FIND_LINKS=$(WHEELS)) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint types layers unit docs simulate format generate clean cluster cluster-down e2e e2e-full
+.PHONY: help demo test test-full lint types layers unit docs simulate format generate clean cluster cluster-down e2e e2e-full
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,9 @@ layers: $(VENV)/.installed-test  ## import-linter: who may import whom
 # others run once more alone, named, and what fails alone fails.
 unit: $(VENV)/.installed-test  ## pytest, two files at a time
 	@$(BIN)/pytest -q -n 2 --dist loadfile || { code=$$?; [ $$code = 1 ] && tools/again.sh 5 $(BIN)/pytest; }
+
+test-full: $(VENV)/.installed-test  ## unit with what takes long: each family at each layout, 10,000 hostile strings, an API server
+	@KVERN_TEST_FULL=1 $(BIN)/pytest -q -n 2 --dist loadfile
 
 cluster:  ## a kind cluster with the images loaded; e2e/README.md
 	@e2e/cluster/cluster.sh up

@@ -1,7 +1,7 @@
 #!/bin/bash
 # run.sh [PYTEST ARGUMENTS]: make e2e. A cluster, the images, the tests, and all of it taken away again; at the end the
 # time of each stage. KVERN_E2E_KEEP=1 leaves the cluster as it is. KVERN_E2E_FULL=1: make e2e-full, with the tests that
-# take long, and then, without a cluster, the scale figures.
+# take long, and then, without a cluster, the operator's tests against an API server of their own and the scale figures.
 . "$(dirname "$0")/lib.sh"
 PYTHON=${KVERN_E2E_PYTHON:-$ROOT_DIR/.venv/bin/python}
 start=$EPOCHREALTIME status=0
@@ -60,6 +60,7 @@ scale() {
   local code=0
   [ -n "${KVERN_E2E_KEEP:-}" ] || "$CLUSTER_DIR/cluster.sh" down
   stage "programs of the scale figures" "$OFFLINE_DIR/binaries.sh" control scheduler kwok || return
+  stage "operator against an API server" env KVERN_TEST_FULL=1 "$PYTHON" -m pytest -q tests/operator/test_control_plane.py || code=$?
   stage "scale figures" "$PYTHON" "$ROOT_DIR/e2e/scale/run.py" --out "$LOGS/scale.jsonl" || code=$?
   grep '^{' "$LOGS/scale-figures.log" || true
   return $code

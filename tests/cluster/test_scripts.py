@@ -28,7 +28,7 @@ def load(path: Path) -> ModuleType:
 def test_shell_scripts_parse(script: Path) -> None:
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "/work/" not in script.read_text()
+    assert str(ROOT) not in script.read_text()
 
 
 FAKE_PYTEST = """#!/usr/bin/env bash
