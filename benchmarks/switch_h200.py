@@ -31,6 +31,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent))
 from h200 import write_model
 from http_h200 import write_tokenizer
+from up_server import UpServer
 
 CHARACTERS = 5  # of each token's text: a space and four letters
 STREAMS, LONG = 64, 4000
@@ -119,7 +120,7 @@ class Server:
         token = Path(folder) / "token"
         token.write_text("secret")
         token.chmod(0o600)
-        command = [sys.executable, "-m", "kvern_engine.cli", "serve", folder, "--device", device, "-dp", "2"]
+        command = [sys.executable, "-m", "kvern_engine.cli", "serve", str(folder), "--device", device, "-dp", "2"]
         command += [
             "--port",
             "8123",
@@ -289,6 +290,7 @@ def main():
     ap.add_argument("--rounds", type=int, default=2, help="sets of streams, three switches each")
     ap.add_argument("--tokens", type=int, default=3900, help="of each stream")
     ap.add_argument("--text-tokens", type=int, default=400, help="of each stream whose text is compared; 0: none")
+    ap.add_argument("--up", action="store_true", help="behind kvern up: the manifest changes, and streams see a router")
     ap.add_argument("--kill", help="in the end, kill a rank in this phase of a switch, such as Resharding")
     ap.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim tries the benchmark itself")
     ap.add_argument("--flags", nargs="*", default=[], help="more flags of kvern serve, without dashes: NAME=VALUE")
@@ -301,14 +303,16 @@ def main():
     with tempfile.TemporaryDirectory() as folder, a.out.open("a") as out:
 
         def write(line):
-            line = {"engine": "kvern-bf16" if a.device == "cuda" else "sim", **line, "commit": commit}
+            line = {"engine": ("kvern-bf16" if a.device == "cuda" else "sim") + "-up" * a.up, **line, "commit": commit}
             out.write(json.dumps(line) + "\n")
             out.flush()
             print(json.dumps(line), flush=True)
 
-        write_model(folder)
-        write_tokenizer(folder)
-        server = Server(folder, a.device, flags)
+        model = Path(folder) / "model"
+        model.mkdir()
+        write_model(model)
+        write_tokenizer(model)
+        server = UpServer(folder, a.device) if a.up else Server(model, a.device, flags)
         try:
             print(f"ready after {server.ready_after:.1f} s", flush=True)
             write({"idle": True, **seen({0: ([], "", [], None)}, *server.switch(2), time.monotonic())})

@@ -403,7 +403,8 @@ class Supervisor:
                 self._read_inbox()
         reason = f"{self._full_name(child)} {how_it_ended(status)}"
         self._engine_died(child.engine, reason)
-        self._switch.lost(child.kind, child.index, reason)
+        # Of an engine that is dead already, it was we who ended what is left: that is not why.
+        self._switch.lost(child.kind, child.index, self._dead.get(child.engine, reason))
 
     def _full_name(self, child: Child) -> str:
         """`worker 3 (engine 1, stage 0, tensor rank 1)` where an engine has several workers."""

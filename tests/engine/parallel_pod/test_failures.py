@@ -6,6 +6,7 @@ The scenarios are those of `benchmarks/failures.py`, which writes docs/failures.
 import failures
 import pytest
 import start_stop
+import switch_failures
 from failures import NotHere, Outcome
 
 TOLD_WITHIN = 15.0  # seconds, on a machine with much else to do; below the 20 that a rank may be starved for
@@ -58,3 +59,19 @@ def test_no_room_for_shared_memory_is_said_before_anything_starts() -> None:
 def test_starting_and_stopping_leaves_nothing() -> None:
     result = start_stop.run(3, "sim", ["-tp", "2"])
     assert result["left_over"] == [] and result["descriptors_grown"] == 0
+
+
+@pytest.mark.parametrize(
+    ("phase", "strike", "words"),
+    [
+        ("Preparing", "SIGSTOP", "is stopped (SIGSTOP), no sign of life for 2.5 s"),
+        ("Adopting", "kill -9", "worker 3 (engine 1, stage 0, tensor rank 1) was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_is_lost_while_the_layout_changes(phase: str, strike: str, words: str) -> None:
+    seen = switch_failures.strike("sim", phase, strike, 3)
+    assert seen.outcome.startswith("RolledBack: worker 3") and words in seen.outcome
+    assert "2 of 4 streams complete; the others: The engine that ran this request died: worker R" in seen.clients
+    assert seen.health == "200 / 200" and "a new request got 200" in seen.after
+    assert "a new switch 400 (not all of its engines are ready.)" in seen.after
+    assert seen.left_over == []

@@ -9,6 +9,8 @@ import pytest
 from pods import wait_for
 from switch import SwitchPod, make_eight_heads, streams
 
+from kvern_engine.worker.sim_profile import load_profile
+
 ENDS = 120.0
 
 
@@ -42,6 +44,30 @@ def test_streams_see_a_pause_and_the_same_text(pod: SwitchPod) -> None:
     assert again["to"] == 1 and pod.layout()["phase"] == "Stable"
     assert pod.held() == before
     assert pod.blocks_in_use() == 0
+
+
+def test_a_simulated_pod_switches_as_a_real_one_does(model: str, tmp_path: Path) -> None:
+    """What the profile says a switch takes is what it takes; the rest (cores, streams, blocks) is the real thing."""
+    speed = 0.25
+    made = SwitchPod(model, tmp_path, "--num-gpu-blocks-override", "1000", "--sim-speed", str(speed), device="sim")
+    try:
+        undisturbed = streams(made, 6, 500).finish()
+        assert not undisturbed.errors
+        running = streams(made, 6, 500)
+        running.wait_for_tokens(3)
+        profile = load_profile("h200-llama3-8b")
+        for tensor in (2, 4, 2, 1):
+            record = made.switch(tensor)
+            assert (record["outcome"], record["recomputed"]) == ("Switched", 0), record
+            assert record["seconds"]["groups"] == pytest.approx(profile.group_seconds / speed)
+            assert record["seconds"]["build"] == pytest.approx(profile.build_seconds / speed)
+            assert record["pauseSeconds"] >= (profile.group_seconds + profile.build_seconds) / speed
+        found = running.finish()
+        assert not found.errors and found.texts == undisturbed.texts
+        assert made.blocks_in_use() == 0
+    finally:
+        made.pod.stop()
+    assert made.pod.left_over() == []
 
 
 def test_who_asks_wrongly_is_told(pod: SwitchPod) -> None:
