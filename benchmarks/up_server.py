@@ -1,4 +1,4 @@
-"""`kvern up` as the server of `switch_h200.py`: the file changes, and with it the layout; streams go through the router.
+"""`kvern up` as the server of `switch_h200.py`: the file changes, and the layout with it; streams see the router.
 
 Where the project is not installed, its programs are small scripts in a folder of PATH.
 """
