@@ -83,6 +83,11 @@ def not_acted_upon(spec: InferenceServiceSpec, autoscales: bool = True) -> list[
         found.append("spec.model.adapters: adapters are not served yet")
     if scaling.mode in ("Internal", "Recommend") and not autoscales:
         found.append(f"spec.autoscaling.mode: {scaling.mode} needs a cluster; replicas follow spec.replicas")
+    if scaling.mode in ("Off", "External") and scaling.max_replicas is not None:
+        found.append(
+            f"spec.autoscaling.maxReplicas: in mode {scaling.mode} replicas follow spec.replicas; "
+            "Internal is the mode that scales within minReplicas and maxReplicas"
+        )
     if tensor.mode != "Fixed" and not autoscales:
         found.append(f"spec.parallelism.tensor.mode: {tensor.mode} needs a cluster; the size stays as it is")
     if spec.parallelism.expert:

@@ -344,6 +344,20 @@ def test_fields_that_nothing_acts_upon_yet_are_named():
     assert FakeCluster().plan(service()).status.condition("FieldsIgnored") is None
 
 
+def test_a_bound_without_a_mode_that_keeps_it_is_named():
+    """Off is the default: who gives maxReplicas and forgets the mode would wait for scaling in vain."""
+    for said, mode in (("", "Off"), ("mode: External,", "External")):
+        plan = FakeCluster().plan(service(f"autoscaling: {{{said} maxReplicas: 3}}"))
+        message = plan.status.condition("FieldsIgnored").message
+        assert message.startswith(
+            f"spec.autoscaling.maxReplicas: in mode {mode} replicas follow spec.replicas; Internal is"
+        )
+    scaled = FakeCluster(settings=Settings(autoscales=True)).plan(
+        service("autoscaling: {mode: Internal, maxReplicas: 3}")
+    )
+    assert scaled.status.condition("FieldsIgnored") is None
+
+
 def test_transition_times_move_only_with_the_status_of_a_condition():
     cluster, svc = FakeCluster(), service()
     cluster.settle(svc)
