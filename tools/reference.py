@@ -297,7 +297,12 @@ def _metric_table(text: str) -> str:
     helps = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.M))
     kinds = re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M)
     return "\n".join(
-        rows + [f"| `{name}` | {kind} | {_escaped(_sentence(helps.get(name, '')))} |" for name, kind in kinds]
+        rows
+        + [
+            f"| `{name}` | {kind} | {_escaped(_sentence(helps.get(name, '')))} |"
+            for name, kind in kinds
+            if not name.endswith("_created")  # when prometheus_client began to count: beside each counter
+        ]
     )
 
 
