@@ -354,3 +354,44 @@ def test_why_a_pod_cannot_switch(tmp_path: Path) -> None:
         400,
         "tensor must be 2, the present size, got 4: not all of its engines are ready.",
     )
+
+
+def on_gpus(pod: Played) -> None:
+    for engine, ready in pod.switch.engines.items():
+        pod.switch.engines[engine] = msgspec.structs.replace(ready, info={"device": f"cuda:{engine} NVIDIA H200"})
+
+
+def test_on_gpus_it_is_for_pods_that_were_started_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVERN_GPU_LAYOUT_SWITCH", raising=False)
+    pod = Played(tmp_path, Layout(2, 2))
+    on_gpus(pod)
+    pod.run(4)
+    (answer,) = pod.said(LayoutAnswer)
+    assert (answer.status, answer.code) == (400, "layout_not_feasible")
+    assert answer.error == (
+        "tensor must be 2, the present size, got 4: on cuda:0 NVIDIA H200 that is for pods that were started with "
+        "KVERN_GPU_LAYOUT_SWITCH=1."
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["there", "and back"])
+def test_on_gpus_workers_are_told_what_is_to_outlive_the_arena(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setenv("KVERN_GPU_LAYOUT_SWITCH", "1")
+    pod = Played(tmp_path, Layout(2, 2))
+    on_gpus(pod)
+
+    def fail(_: str, index: int, message: Any) -> bool:
+        if fails and isinstance(message, MoveKv) and index == 2:
+            pod.switch.read(Switched(1, 2, "kv", error="a rank of the pod is gone"))
+            return True
+        return False
+
+    pod.fail = fail
+    pod.run(4)
+    kept = {tuple(map(tuple, reform.kept or [])) for _, _, reform in pod.told(Reform)}
+    assert kept == {((7, 3), (7, 3))}, "both blocks of what runs; 6 % of 40 blocks leave no room for a prefix"
+    shares = [order.share for _, _, order in pod.told(TakeOver)]
+    assert len(shares) == (2 if fails else 1)
+    assert all(share.cached == [] for share in shares), "what was not kept is not handed back either"
