@@ -94,7 +94,7 @@ class Reformed:
         with self._measured("build"):
             self.worker = _beside(before, after, context)
         with self._measured("weights"):
-            self.bytes_received = self._move_weights()
+            log.debug("%d bytes of weights have come from other ranks", self._move_weights())
         with self._measured("layouts"):
             weight_bytes = parameter_bytes(self.worker.model)
             if before.device.type == "cpu" and weight_bytes <= CPU_LAYOUT_BYTES:
