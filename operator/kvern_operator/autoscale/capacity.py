@@ -9,11 +9,13 @@ from collections.abc import Iterable, Sequence
 
 from kvern_operator.autoscale.terms import Full, Held, Limits, Line, Load, Step, Traffic
 
-FULL_SHARE = 0.85  # of what a saturated replica computes: beyond it prompts queue for longer than they take
+FULL_SHARE = 0.93  # of what replicas can serve that is planned for at most
+HEADROOM = 0.3  # replicas beside it: load comes in clumps, which more replicas even out
+JUMP_SHARE = 0.1  # of the replicas that may stand by for the next jump of the load, where that is above one
 SLO_SHARE = 0.8  # of the largest batch that keeps the ITL: what a replica is planned for
 _UNKNOWN = Traffic(input_tokens=512.0, output_tokens=256.0)  # before any request has ended
 _ALIKE = 1.25  # what was seen while saturated holds for requests of about the same length
-RATE_SECONDS, RECENT_SECONDS = 60.0, 15.0  # that a rate, and a recent one, is counted over
+RATE_SECONDS = 60.0  # that a rate is counted over
 _ENDLESS = 1e6  # replicas: more than any bound
 _SEEN = 3  # samples of saturation before they count
 
@@ -56,25 +58,52 @@ def capacity(limits: Limits, kv_tokens: float, step: Step, traffic: Traffic, ful
 
 
 def full_rate(full: Sequence[Full], traffic: Traffic) -> float | None:
-    """Requests a second that a replica is planned for: 85 % of what one computed while requests waited for it. Prompts
-    fill the device long before they fill its memory, and an engine that keeps its ITL lets the queue tell. None: too
-    little has been seen."""
+    """Requests a second that a replica served while requests waited for it. Prompts fill the device long before they
+    fill its memory, and an engine that keeps its ITL lets the queue tell. None: too little has been seen."""
     seen = [f.speed for f in _alike(full, traffic) if f.speed > 0]
     if len(seen) < _SEEN:
         return None
-    return FULL_SHARE * sum(seen) / len(seen) / traffic.computed_tokens
+    return sum(seen) / len(seen) / traffic.computed_tokens
+
+
+def replicas_to_serve(used: float, jump: float = 0.0) -> float:
+    """Replicas, not rounded, so that a load that keeps `used` of them busy leaves no queue of more than moments. Where
+    the load has jumped by `jump` replicas of late, as much stands by for the next time, up to one, or a tenth."""
+    headroom = min(max(jump, HEADROOM), max(1.0, JUMP_SHARE * used))
+    return min(max(used + headroom, used / FULL_SHARE), _ENDLESS)
+
+
+def unforeseen(foreseen: Sequence[tuple[float, float]], now: float, lead: float, rate: float) -> float:
+    """Requests a second beyond chance that were not expected `lead` seconds ago; 0 where nothing was."""
+    expected = next((amount for at, amount in reversed(foreseen) if at <= now - lead), None)
+    if expected is None:
+        return 0.0
+    return max(rate - 2 * math.sqrt(max(rate, 0.0) / RATE_SECONDS) - expected, 0.0)
+
+
+def prompts_share(traffic: Traffic, engines: int) -> float:
+    """Share of what `engines` can compute of prompts that they do, below 1, from how many prompts are on their way at
+    a time.
+
+    That number is rate x seconds of a prompt (Little's law). Prompts that overlap take longer together, so that it
+    grows faster than the share r: n = r + r^2 / (2 engines (1 - r)), as in a queue of like prompts before engines that
+    are chosen by load (M/D/c in heavy traffic); solved for r here.
+    """
+    number = traffic.rate * traffic.prefill_seconds / max(engines, 1)
+    less = 1 - 0.5 / max(engines, 1)
+    return 2 * number / (1 + number + math.sqrt((1 + number) ** 2 - 4 * less * number))
 
 
 def ahead(rates: Sequence[tuple[float, float]], lead: float, recent: float = 0.0) -> float:
     """Requests a second to expect in `lead` seconds, when a replica that is started now is ready.
 
-    `rates` are counts over a minute, so late by half of one: a jump shows in `recent`, the rate of the last seconds, as
+    `rates` are counts over a minute, so late by half of one: a jump shows in `recent`, the rate of the last seconds as
     far as it is no chance. A rise is carried on only if it was there in both halves of the time seen: a jump is over.
     """
     if not rates:
         return 0.0
     (then, before), (now, rate) = rates[0], rates[-1]
-    base = max(rate, recent - 2 * math.sqrt(max(recent, 0.0) / RECENT_SECONDS))
+    base = max(rate, recent)
     if now - then < RATE_SECONDS:
         return base
     middle = min(rates, key=lambda entry: abs(entry[0] - (then + now) / 2))[1]
@@ -100,6 +129,14 @@ def replica_rate(slo: float, line: Line, kv_tokens: float, step: Step, traffic: 
     itl = line.at(batch / step.engines)
     seconds = traffic.prefill_seconds + traffic.output_tokens * itl
     return SLO_SHARE * batch / max(seconds, 1e-6)
+
+
+def running_itl(line: Line | None, prefill: float, outputs: float, rate: float) -> float | None:
+    """ITL of an engine that gets `rate` requests a second (Little's law, solved for how many run)."""
+    if line is None:
+        return None
+    left = 1 - rate * outputs * line.slope
+    return math.inf if left <= 0 else line.at(rate * (prefill + outputs * line.base) / left)
 
 
 def replicas_for(amount: float, each: float) -> int:

@@ -1,4 +1,4 @@
-"""What a decision knows: the view counted once, and the same numbers as status shows them. Pure."""
+"""What a decision knows: the view counted once. Pure."""
 
 from dataclasses import dataclass
 
@@ -26,6 +26,7 @@ class Facts:
     cap: float | None  # None: nothing is known yet
     full: tuple[Full, ...]  # as it was before this cycle
     ahead: float  # requests a second expected when a replica that starts now is ready
+    jump: float  # requests a second: the largest of late that nobody could foresee
     kv_tokens: float
 
     @property
@@ -58,6 +59,7 @@ def facts_of(limits: Limits, view: View, memory: Memory) -> Facts:
         cap=capacity(limits, kv_tokens, view.step, traffic, memory.full) if loads else None,
         full=memory.full,
         ahead=ahead((*memory.rates, (view.now, traffic.rate)), view.start_seconds, traffic.recent),
+        jump=memory.jumps[0][1] if memory.jumps else 0.0,
         kv_tokens=kv_tokens,
     )
 
@@ -65,38 +67,6 @@ def facts_of(limits: Limits, view: View, memory: Memory) -> Facts:
 def reachable(limits: Limits, line: Line) -> bool:
     """Whether some number of replicas keeps the ITL's SLO."""
     return limits.itl_slo is None or line.at(_FEW) <= _UNREACHABLE * limits.itl_slo
-
-
-def inputs_of(limits: Limits, view: View, facts: Facts) -> dict[str, str]:
-    """The numbers, as status shows them: the names are those of docs/autoscaling.md."""
-    loads, traffic = facts.loads, facts.traffic
-    found = {
-        "ready": str(facts.ready),
-        "pending": str(facts.young),
-        "overdue": str(facts.overdue),
-        "withoutMetrics": str(facts.silent),
-        "demandTokens": tokens(facts.demand),
-        "running": f"{sum(x.running for x in loads):.0f}",
-        "waiting": f"{sum(x.waiting for x in loads):.0f}",
-        "preempted": f"{sum(x.preempted for x in loads):.0f}",
-        "held": "unknown" if view.held is None else f"{view.held.requests:.0f}",
-        "inputTokens": f"{traffic.input_tokens:.0f}",
-        "outputTokens": f"{traffic.output_tokens:.0f}",
-        "requestsPerSecond": f"{traffic.rate:.2f}",
-    }
-    if loads:
-        found["kvUsage"] = f"{sum(x.used_tokens for x in loads) / max(sum(x.kv_tokens for x in loads), 1.0):.2f}"
-        found["kvTokensPerReplica"] = tokens(facts.kv_tokens)
-        found["capacityTokens"] = tokens(facts.cap or 0.0)
-    if traffic.itl is not None:
-        found["itlP95Ms"] = f"{traffic.itl * 1000:.1f}"
-    if traffic.ttft is not None:
-        found["ttftP95Ms"] = f"{traffic.ttft * 1000:.0f}"
-    if facts.line is not None:
-        found["itlModel"] = f"{facts.line.base * 1000:.2f} ms + {facts.line.slope * 1000:.3f} ms x running"
-        if not reachable(limits, facts.line):
-            found["slo"] = "not reachable with any number of replicas"
-    return found
 
 
 def tokens(value: float) -> str:

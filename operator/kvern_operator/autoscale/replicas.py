@@ -9,16 +9,19 @@ What is not known holds: missing or stale metrics never remove a replica.
 
 from dataclasses import replace
 
-from kvern_operator.autoscale.facts import PATIENCE, Facts, facts_of, inputs_of, milliseconds, reachable, tokens
+from kvern_operator.autoscale.capacity import RATE_SECONDS, unforeseen
+from kvern_operator.autoscale.facts import PATIENCE, Facts, facts_of, milliseconds, reachable, tokens
+from kvern_operator.autoscale.inputs import inputs_of
 from kvern_operator.autoscale.terms import Decision, Full, Kind, Limits, Memory, Replica, Term, View
-from kvern_operator.autoscale.wants import PREFILLS, SAMPLES, prompts, sizing, terms_of
+from kvern_operator.autoscale.wants import SAMPLES, sizing, terms_of
 
 SPARE = 0.85  # load over capacity that is still too much for one replica less
 SLO_SPARE = 0.8  # of the SLO that latency may take with one replica less
-PREFILL_SPARE = 0.7  # of PREFILLS, with one replica less
 PANIC_FACTOR = 2.0  # demand of the last seconds over that of the last minute
 PANIC_SHORT, PANIC_LONG, PANIC_SECONDS = 6.0, 60.0, 60.0
 SETTLE = 30.0  # seconds between two removals: the first one's effect is to be seen
+AT_ONCE = 10  # of so many replicas one goes at a time
+JUMPS_KEPT = 3600.0  # seconds for which a jump of the load is remembered
 RATES_KEPT = 120.0  # seconds over which a rise is measured
 FULL_KEPT = 10  # samples of saturation
 GAP = 15.0  # seconds without anybody's load, after which what was seen before does not count
@@ -75,14 +78,35 @@ def _remember(limits: Limits, view: View, facts: Facts, memory: Memory) -> Memor
         slow=memory.slow + 1 if late else 0,
         full=full,
         rates=(*((t, r) for t, r in memory.rates if now - RATES_KEPT <= t < now), (now, facts.traffic.rate)),
+        foreseen=_foreseen(view, facts, memory),
+        jumps=_jumps(view, facts, memory),
         panic_until=now + PANIC_SECONDS if _panics(history, now) else memory.panic_until,
     )
     if facts.cap is not None and not facts.silent:
         seen = memory.seen_since if now - memory.seen_at <= GAP else now
         memory = replace(memory, seen_since=seen, seen_at=now, calm=_calm(limits, view, facts, memory))
-    if facts.overdue and not starts_work(view.replicas, PATIENCE * view.start_seconds):
+    if facts.stuck or (facts.overdue and not starts_work(view.replicas, PATIENCE * view.start_seconds)):
         memory = replace(memory, overdue_until=now + limits.stabilization)
     return memory
+
+
+def _foreseen(view: View, facts: Facts, memory: Memory) -> tuple[tuple[float, float], ...]:
+    """What is expected now, beside what was expected since a start ago; nothing before a rate has been seen for long
+    enough to expect anything."""
+    kept = tuple((t, r) for t, r in memory.foreseen if view.now - view.start_seconds - GAP <= t < view.now)
+    known = bool(memory.rates) and view.now - memory.rates[0][0] >= RATE_SECONDS
+    return (*kept, (view.now, facts.ahead)) if known else kept
+
+
+def _jumps(view: View, facts: Facts, memory: Memory) -> tuple[tuple[float, float], ...]:
+    """The largest jump of the last hour stands first: entries that a later, larger one outlives are dropped."""
+    kept = [(t, jump) for t, jump in memory.jumps if view.now - JUMPS_KEPT <= t <= view.now]
+    jump = unforeseen(memory.foreseen, view.now, view.start_seconds, facts.traffic.rate)
+    if jump <= 0:
+        return tuple(kept)
+    while kept and kept[-1][1] <= jump:
+        kept.pop()
+    return (*kept, (view.now, jump))
 
 
 def _panics(history: list[tuple[float, float]], now: float) -> bool:
@@ -181,9 +205,10 @@ def _down_or_hold(limits: Limits, view: View, facts: Facts, memory: Memory, term
     needed = memory.calm[0][1]
     words = (
         f"{needed} replicas would have been enough for {limits.stabilization:.0f} s, with 15 % to spare; one goes at a "
-        f"time"
+        f"time{'' if current < 2 * AT_ONCE else ' of each ten'}"
     )
-    return _decision(limits, view, facts, current - 1, wanted, "down", words, None, terms)
+    left = current - _fewer(limits, current, needed)
+    return _decision(limits, view, facts, left, wanted, "down", words, None, terms)
 
 
 def _why_not_less(
@@ -215,29 +240,30 @@ def _why_not_less(
         return f"{needed} would do, but only {since:.0f} s of {window:.0f} s have been seen", "stabilization"
     if now - memory.last_down < SETTLE:
         return f"{needed} would do; the last removal is {now - memory.last_down:.0f} s ago", "settling"
-    return _too_tight(limits, view, facts, current), None
+    return _too_tight(limits, view, facts, current, _fewer(limits, current, needed)), None
 
 
-def _too_tight(limits: Limits, view: View, facts: Facts, n: int) -> str:
-    """What one replica less would break; "" for nothing."""
-    if facts.demand >= (n - 1) * facts.kv_tokens:
-        return f"{n - 1} replicas hold {tokens((n - 1) * facts.kv_tokens)} tokens, demand is {tokens(facts.demand)}"
-    grown = n / (n - 1)
+def _fewer(limits: Limits, current: int, needed: int) -> int:
+    """How many go at once."""
+    return min(max(current // AT_ONCE, 1), current - max(needed, limits.least(), 1))
+
+
+def _too_tight(limits: Limits, view: View, facts: Facts, n: int, fewer: int) -> str:
+    """What so many replicas less would break; "" for nothing."""
+    left = n - fewer
+    if facts.demand >= left * facts.kv_tokens:
+        return f"{left} replicas hold {tokens(left * facts.kv_tokens)} tokens, demand is {tokens(facts.demand)}"
+    grown = n / left
     running = sum(load.running for load in facts.loads) / max(len(facts.loads), 1) / view.step.engines
     itl = facts.line.at(running * grown) if facts.line else facts.traffic.itl and facts.traffic.itl * grown
     if limits.itl_slo is not None and itl is not None and running > 0 and itl > SLO_SPARE * limits.itl_slo:
         unreachable = facts.line is not None and not reachable(limits, facts.line)
         if not unreachable:
-            return (
-                f"with {n - 1} replicas ITL would be {milliseconds(itl)}, over 80 % of {milliseconds(limits.itl_slo)}"
-            )
-    busy = prompts(limits, view, facts) * grown
-    if busy > PREFILL_SPARE * PREFILLS:
-        return f"with {n - 1} replicas an engine would have {busy:.2f} prompts at a time"
+            return f"with {left} replicas ITL would be {milliseconds(itl)}, over 80 % of {milliseconds(limits.itl_slo)}"
     ttft = facts.traffic.ttft
     if limits.ttft_slo is not None and ttft is not None and ttft * grown > SLO_SPARE * limits.ttft_slo:
         late, most = milliseconds(ttft * grown), milliseconds(limits.ttft_slo)
-        return f"with {n - 1} replicas TTFT would be {late}, over 80 % of {most}"
+        return f"with {left} replicas TTFT would be {late}, over 80 % of {most}"
     return ""
 
 

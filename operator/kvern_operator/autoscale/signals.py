@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvern_operator.autoscale.capacity import RECENT_SECONDS
+from kvern_operator.autoscale.arrivals import Arrivals
 from kvern_operator.autoscale.latency import Fit
 from kvern_operator.autoscale.terms import Held, Load, Step, Traffic
 
@@ -113,6 +113,7 @@ class Signals:
         self._pods: dict[str, deque[Scrape]] = {}
         self._shape = _Fading(HALF_LIFE)
         self._lengths = _Fading(LONG_HALF_LIFE)
+        self._arrivals = Arrivals(WINDOW, SHORTEST)
         self.fit = Fit()
 
     def add(self, scrape: Scrape) -> None:
@@ -140,6 +141,9 @@ class Signals:
 
     def _learn(self, old: Scrape, new: Scrape) -> None:
         count = new.finished - old.finished
+        if new.at - old.at <= STALE:  # what came while nothing was seen did not come just now
+            came = count + (new.running + new.waiting) - (old.running + old.waiting)
+            self._arrivals.add(new.uid, old.at, new.at, max(came, 0.0))
         if count > 0:
             self._shape.add(
                 new.at,
@@ -195,11 +199,12 @@ class Signals:
         if count <= 0:
             return None
         fresh = [past for past in self._pods.values() if past and now - past[-1].at <= STALE]
+        silent = frozenset(uid for uid, past in self._pods.items() if past and now - past[-1].at > STALE)
         return Traffic(
             input_tokens=shape.get("input") / count,
             output_tokens=shape.get("output") / count,
-            rate=sum(_rate(past) for past in fresh),
-            recent=sum(_rate([s for s in past if now - s.at <= RECENT_SECONDS], RECENT_SECONDS) for past in fresh),
+            rate=self._arrivals.rate(now, silent),
+            recent=self._arrivals.sure(now, silent),
             prefix_hits=min(shape.get("hits") / shape.get("queries"), 1.0) if shape.get("queries") > 0 else 0.0,
             prefill_seconds=shape.get("prefill") / count,
             itl=quantile(0.95, _summed(_less(past[-1].itl, past[0].itl) for past in fresh)),
@@ -248,13 +253,6 @@ def _within(buckets: Sequence[tuple[float, float]], limit: float) -> float | Non
             return (below + (count - below) * inside) / total
         below, lower = count, bound
     return 1.0
-
-
-def _rate(past: Sequence[Scrape], shortest: float = SHORTEST) -> float:
-    """Requests a second that came to a pod: those that ended, and what more is in it."""
-    first, last = past[0], past[-1]
-    came = last.finished - first.finished + (last.running + last.waiting) - (first.running + first.waiting)
-    return max(came, 0.0) / max(last.at - first.at, shortest)
 
 
 def held_of(answers: Iterable[tuple[float, float] | None]) -> Held | None:

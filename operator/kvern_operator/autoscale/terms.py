@@ -87,7 +87,7 @@ class Traffic:
     input_tokens: float
     output_tokens: float
     rate: float = 0.0  # requests a second, of the last minute
-    recent: float = 0.0  # the same of the last seconds
+    recent: float = 0.0  # the same of the last seconds, as far as it is no chance
     prefix_hits: float = 0.0  # share of input tokens
     prefill_seconds: float = 0.0
     itl: float | None = None
@@ -190,8 +190,9 @@ class Memory:
     `seen_since`, `seen_at`: since when, and when last, every replica's load was known. `calm`: (time, replicas that a
     removal would have to leave), falling: a window's maximum is its first entry. `demand`:
     (time, tokens) of the last minute. `full`: the latest replicas that were saturated.
-    `rates`: (time, requests a second) of the last two minutes. `overdue_until`: until when no
-    more is started after pods that did not become ready.
+    `rates`: (time, requests a second) of the last two minutes. `foreseen`: (time, requests a second that were expected
+    for a start later). `jumps`: (time, requests a second that came beyond what had been foreseen), falling, of the last
+    hour. `overdue_until`: until when no more is started after pods that did not become ready.
     """
 
     seen_since: float
@@ -201,6 +202,8 @@ class Memory:
     demand: tuple[tuple[float, float], ...] = ()
     full: tuple[Full, ...] = ()
     rates: tuple[tuple[float, float], ...] = ()
+    foreseen: tuple[tuple[float, float], ...] = ()
+    jumps: tuple[tuple[float, float], ...] = ()
     queued: int = 0  # samples in a row with a queue above its target
     slow: int = 0  # samples in a row with a TTFT above the SLO
     panic_until: float = float("-inf")

@@ -1,16 +1,35 @@
 """The terms: each a reason for a number of replicas, with its arithmetic in words. Pure; docs/autoscaling.md explains
 each under its name."""
 
-from kvern_operator.autoscale.capacity import FULL_SHARE, best_batch, full_rate, replica_rate, replicas_for
+from dataclasses import dataclass
+
+from kvern_operator.autoscale.capacity import (
+    best_batch,
+    full_rate,
+    prompts_share,
+    replica_rate,
+    replicas_for,
+    replicas_to_serve,
+)
 from kvern_operator.autoscale.facts import Facts, milliseconds, reachable, tokens
 from kvern_operator.autoscale.terms import Limits, Memory, Term, View
 
 RATE_SPARE = 0.4  # part of what is to spare for one replica less: the window's highest rate holds the noise already
 QUEUE_SETTLE, TTFT_SETTLE = 30.0, 60.0  # seconds since the last replica came (TTFT is one of the last minute)
 BACKLOG_SECONDS = 30.0  # in which a queue is to be worked off
-PREFILLS = 0.8  # prompts that an engine computes at a time on average, above which the next ones wait
 WAITS = 0.5  # requests a replica: below it a TTFT is one of the past
+LEAST = 1e-6  # prompts at a time, requests a second: below it they say nothing of what a replica can serve
 SAMPLES = 2  # in a row, before a queue or a TTFT counts
+
+
+@dataclass(frozen=True)
+class Served:
+    """Requests a second of one replica: that it can serve beside its answers, and of a queue that is worked off.
+    `known`: how that is known."""
+
+    each: float
+    clears: float
+    known: str
 
 
 def sizing(limits: Limits, view: View, facts: Facts, factor: float = 1.0) -> list[Term]:
@@ -31,23 +50,38 @@ def sizing(limits: Limits, view: View, facts: Facts, factor: float = 1.0) -> lis
             f"{milliseconds(limits.itl_slo)}) = {rate / each:.2f}"
         )
         terms.append(Term("slo", facts.silent + replicas_for(rate, each), words))
-    served = full_rate(facts.full, facts.traffic)
+    served = served_by(limits, view, facts)
     if served is not None and rate > 0:
-        backlog = _backlog(view, facts, served) / BACKLOG_SECONDS
-        total = max(rate, facts.ahead) + backlog
+        backlog = _backlog(view, facts, served.each) / BACKLOG_SECONDS
+        coming = max(rate, facts.ahead)
+        used = coming / served.each + backlog / served.clears
+        needed = replicas_to_serve(used, facts.jump / served.each)
         words = (
-            f"{total:.2f} requests/s ({rate:.2f} come, {facts.ahead:.2f} expected, {backlog:.2f} for the queue) / "
-            f"{served:.2f} a replica (85 % of what one served while requests waited) = {total / served:.2f}"
+            f"{coming + backlog:.2f} requests/s ({rate:.2f} come, {facts.ahead:.2f} expected, {backlog:.2f} for the "
+            f"queue) / {served.each:.2f} a replica ({served.known}) = {used:.2f}, with headroom {needed:.2f}"
         )
-        terms.append(Term("rate", facts.silent + replicas_for(total, served), words))
+        terms.append(Term("rate", facts.silent + replicas_for(needed, 1.0), words))
     return terms
 
 
-def _backlog(view: View, facts: Facts, served: float) -> float:
+def served_by(limits: Limits, view: View, facts: Facts) -> Served | None:
+    """How much a replica can serve; None where nothing says it yet."""
+    seen = full_rate(facts.full, facts.traffic)
+    if seen is not None and seen >= LEAST:
+        return Served(seen, seen, "what one served while requests waited")
+    engines, traffic = len(facts.loads) * view.step.engines, facts.traffic
+    if limits.ttft_slo is None or not engines or traffic.rate * traffic.prefill_seconds < LEAST:
+        return None
+    share = prompts_share(traffic, engines)
+    known = f"prompts of {traffic.prefill_seconds:.2f} s take {share:.0%} of what it can"
+    return Served(traffic.rate / len(facts.loads) / share, view.step.engines / traffic.prefill_seconds, known)
+
+
+def _backlog(view: View, facts: Facts, each: float) -> float:
     """Requests that wait, and those that will before a replica that starts now, or loads already, is ready."""
     coming = [r.since for r in view.replicas if not r.ready and r.since <= view.start_seconds]
     until = view.start_seconds - max(coming, default=0.0)
-    short = facts.ahead - served / FULL_SHARE * len(facts.loads)
+    short = facts.ahead - each * len(facts.loads)
     return sum(load.waiting for load in facts.loads) + max(short, 0.0) * until
 
 
@@ -73,10 +107,6 @@ def terms_of(limits: Limits, view: View, facts: Facts, memory: Memory) -> list[T
         late, most = milliseconds(facts.traffic.ttft), milliseconds(limits.ttft_slo)
         words = f"TTFT p95 {late} is over {most} for {memory.slow} samples"
         terms.append(Term("ttft", facts.ready + 1, words))
-    busy = prompts(limits, view, facts)
-    if busy > PREFILLS and youngest >= TTFT_SETTLE:
-        words = f"{busy:.2f} prompts at a time an engine, over {PREFILLS}: the next ones wait"
-        terms.append(Term("prefill", facts.ready + 1, words))
     itl, known = facts.traffic.itl, facts.line is not None
     crowd = any(x.running > 8 * view.step.engines for x in facts.loads)
     if limits.itl_slo is not None and itl is not None and itl > limits.itl_slo and crowd and not known:
@@ -84,10 +114,3 @@ def terms_of(limits: Limits, view: View, facts: Facts, memory: Memory) -> list[T
         words = f"ITL p95 {milliseconds(itl)} is over {most}, and how it follows load is not known yet"
         terms.append(Term("itl", facts.ready + 1, words))
     return terms
-
-
-def prompts(limits: Limits, view: View, facts: Facts) -> float:
-    """Prompts that an engine computes at a time; 0 where that does not matter, or something better is known."""
-    if limits.ttft_slo is None or full_rate(facts.full, facts.traffic) is not None:
-        return 0.0
-    return facts.traffic.rate * facts.traffic.prefill_seconds / max(len(facts.loads) * view.step.engines, 1)

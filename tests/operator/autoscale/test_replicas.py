@@ -108,13 +108,29 @@ def test_no_number_of_replicas_makes_one_request_faster():
     assert made.inputs["slo"] == "not reachable with any number of replicas"
 
 
-def test_prompts_that_overlap_add_one_while_nothing_better_is_known():
+def test_prompts_say_how_much_a_replica_can_serve_while_no_queue_has_shown_it():
     limits = replace(LIMITS, ttft_slo=2.0)
-    busy = replace(CHAT, rate=8.0, prefill_seconds=0.25)
-    made = once(2, ready(2, used=60_000.0), limits, traffic=busy)
-    assert (made.target, made.reason) == (3, "prefill: 1.00 prompts at a time an engine, over 0.8: the next ones wait")
-    known = old(full=(Full(60_000.0, 1100.0, 9000.0),) * 3)
-    assert once(2, ready(2, used=60_000.0), limits, known, traffic=busy).target == 2
+    busy = replace(CHAT, rate=7.0, prefill_seconds=0.25)
+    made = once(1, ready(1, used=60_000.0), limits, traffic=busy)
+    # 1.75 prompts at a time: r + r^2 / (2 (1 - r)) = 1.75 at r = 0.735; 7 / 0.735 = 9.53 requests/s
+    assert made.target == 2
+    assert "/ 9.53 a replica (prompts of 0.25 s take 73% of what it can) = 0.73, with headroom 1.03" in made.reason
+    known = old(full=(Full(60_000.0, 1100.0, 12_500.0),) * 3)
+    assert once(1, ready(1, used=60_000.0), limits, known, traffic=busy).target == 1
+
+
+def test_after_a_jump_as_much_as_it_took_stands_by_for_an_hour():
+    memory = old(full=(Full(50_000.0, 1100.0, 12_000.0),) * 3)
+    targets = {}
+    for step in range(960):
+        now = 10_000.0 + 5 * step
+        rate = 14.0 if 300 <= 5 * step < 600 else 4.0
+        made, memory = decide(LIMITS, view(2, ready(2, used=9000.0), now=now, traffic=replace(CHAT, rate=rate)), memory)
+        targets[5 * step] = made
+    assert targets[295].wanted == 1
+    # 4 requests/s / 10 a replica, and the jump was 10 less 0.97 of chance, 0.9 replicas
+    assert (targets[3600].target, targets[3600].reason.rpartition("with ")[2]) == (2, "headroom 1.30")
+    assert (targets[4795].wanted, memory.jumps) == (1, ())
 
 
 def test_ttft_over_its_slo_adds_one():
@@ -167,10 +183,11 @@ def test_what_a_saturated_replica_computed_is_what_the_next_ones_are_planned_for
     for step in range(4):
         crowd = ready(2, used=30_000.0, waiting=20.0, speed=6000.0)
         made, memory = decide(LIMITS, view(2, crowd, now=10_000.0 + 5 * step, traffic=traffic), memory)
-    # 6,000 tokens/s / 1,200 a request x 0.85 = 4.25 requests/s; 40 wait, to be worked off in 30 s
+    # 6,000 tokens/s / 1,200 a request = 5 requests/s; 40 wait, to be worked off in 30 s
     assert made.target == 3
-    assert made.reason.startswith(
-        "rate: 11.33 requests/s (10.00 come, 10.00 expected, 1.33 for the queue) / 4.25 a rep"
+    assert made.reason == (
+        "rate: 11.33 requests/s (10.00 come, 10.00 expected, 1.33 for the queue) / 5.00 a replica (what one served "
+        "while requests waited) = 2.27, with headroom 2.57"
     )
     assert made.inputs["capacityTokens"] == "80,000"
 

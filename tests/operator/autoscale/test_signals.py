@@ -50,7 +50,7 @@ def test_a_restarted_process_counts_from_zero():
     traffic = signals.traffic(115.0)
     assert traffic is not None
     assert (traffic.input_tokens, traffic.output_tokens) == (100.0, 10.0)
-    assert traffic.rate == pytest.approx(10 / 30.0)  # over no less than 30 s
+    assert traffic.rate == pytest.approx(20 / 30.0)  # before and after, over no less than 30 s
 
 
 def test_traffic_of_the_last_minute():
