@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from kvern_engine.ipc import EngineStats
-from kvern_engine.metrics import ONE_TWO_FIVE, PHASES, Floats, Metrics, PodView, Series
+from kvern_engine.metrics import ONE_TWO_FIVE, PHASES, STEP_LIMITS, Floats, Metrics, PodView, Series
 
 
 class Exposition:
@@ -142,12 +142,13 @@ def _engine_families(view: PodView, model: str) -> Iterator[Metric]:
 
 
 def _pod_families(view: PodView, model: str, in_flight: int) -> Iterator[Metric]:
-    label = sorted({*view.cache_config, "block_size", "num_gpu_blocks"})
+    label = sorted({*view.cache_config, "block_size", "num_gpu_blocks", *STEP_LIMITS})
     info = GaugeMetricFamily(
         "vllm:cache_config_info", "The cache's configuration.", labels=("model_name", "engine", *label)
     )
     for e in view.engines:
         config = {**view.cache_config, "block_size": str(e.block_size), "num_gpu_blocks": str(e.num_blocks)}
+        config |= {name: e.steps.get(name, "") for name in STEP_LIMITS}  # what an autoscaler reckons with
         if e.num_blocks:
             info.add_metric((model, str(e.engine), *(config[k] for k in label)), 1.0)
     yield info

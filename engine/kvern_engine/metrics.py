@@ -38,6 +38,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("queue_full", "draining", "loading", "dead")
 METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS", "OTHER")
 STATUSES = ("2xx", "3xx", "4xx", "5xx")
+STEP_LIMITS = ("max_num_seqs", "max_num_batched_tokens")
 PHASES = ("schedule", "submit", "wait", "emit")
 
 _TOKEN_HISTOGRAMS = {
@@ -114,6 +115,7 @@ class EngineView:
     reason: str | None = None  # why it is dead
     feasible: Mapping[int, int] = field(default_factory=dict)  # as in its CoreReady
     device: str = ""  # as in its CoreReady: "cpu", "cuda:0 NVIDIA H200"
+    steps: Mapping[str, str] = field(default_factory=dict)  # the limits of its steps: max_num_seqs, ...
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class _Memory:
     dry_run: set[str] = field(default_factory=set)  # digests of objects that the API server would take
     taken_since: float | None = None  # clock
     untold: list[str] = field(default_factory=list)  # notes of what was done that no Event tells yet
+    noted: frozenset[str] = frozenset()  # notes of the last plan
     doubted: set[str] = field(default_factory=set)  # pods that have said that their Secret is missing
     drains: Stopwatch = field(default_factory=Stopwatch)
 
@@ -195,8 +196,10 @@ class Controller:
             plan = replace(plan, status=reconcile(service, observed, now, self.settings).status)
         # What has not happened is not told: its notes are for the pass that succeeds.
         for note in plan.notes if outcome.complete else ():
-            log.info("%s/%s: %s", *key, note)
-            memory.untold.append(note)
+            if note not in memory.noted:  # a pod that does not hear of a switch is told again, and nobody else
+                log.info("%s/%s: %s", *key, note)
+                memory.untold.append(note)
+        memory.noted = frozenset(plan.notes)
         await self._write(key, document, scene.observed.status, plan.status, memory.untold)
         memory.untold.clear()
         self._after(key, service, scene, plan, memory)

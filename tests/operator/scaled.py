@@ -5,17 +5,22 @@ server of fake_apiserver.py; a load, engines and a kubelet that are played. `ste
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from math import inf
+from typing import Any
 
 from effects import KEY, SERVICE_PATH, SETTINGS, Bench, path
 from fake_apiserver import FakeApi
 
+from kvern_operator.admin import Report
 from kvern_operator.autoscale.budgets import BudgetReader
 from kvern_operator.autoscale.loop import Autoscaler
 from kvern_operator.autoscale.scrape import Round, Target
 from kvern_operator.autoscale.signals import Scrape
 from kvern_operator.autoscale.terms import Step
+from kvern_operator.desired.layout import parse_layout
 from kvern_operator.kube import ApiError
 from kvern_operator.metrics import Metrics
+from kvern_operator.relayout import SaidLayout
 from kvern_operator.settings import Settings
 
 BASE = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
@@ -41,6 +46,12 @@ class Scaled:
     silent: set[str] = field(default_factory=set)
     nodes: int = 1000  # replicas that find a node
     failing: bool = False  # passes fail, and are to
+    kv: tuple[tuple[int, int], ...] = ()  # sizes that pods say they can have, and tokens; (): they say nothing
+    refusing: dict[str, str] = field(default_factory=dict)  # pods whose switches fail, and why
+    most_told: int = 1000  # after so many the operator dies before it tells another one
+    told: list[tuple[str, int]] = field(default_factory=list)  # switches, in order
+    sizes: dict[str, int] = field(default_factory=dict)  # of pods, by UID
+    lost: dict[str, tuple[int, str]] = field(default_factory=dict)  # UID -> the last switch, taken back
     asked: list[str] = field(default_factory=list)
     _born: dict[str, float] = field(default_factory=dict)
     _counted: dict[str, float] = field(default_factory=dict)
@@ -63,6 +74,9 @@ class Scaled:
         )
         self.bench.controller._autoscaler = self.autoscaler
         self.metrics.show(self.autoscaler.figures)
+        if self.kv:
+            prober: Any = self.bench.prober
+            prober.reports, prober.switch = self._reports, self._switch
 
     async def close(self) -> None:
         await self.bench.close()
@@ -85,6 +99,8 @@ class Scaled:
                 engines[target.uid] = Scrape(
                     target.uid, self.now, TOKENS, used, used / 100, wait, finished=done, input_tokens=done * 50,
                     output_tokens=done * 100, step_tokens=done * 150, step=Step(1024, 8192, 1),
+                    outputs=((500.0, done), (inf, done)), inputs=((100.0, done), (inf, done)),
+                    itl=((0.01, done * 99), (inf, done * 99)), itl_seconds=done, itl_count=done * 99,
                 )  # fmt: skip
         return Round(engines, routers, failures)
 
@@ -123,6 +139,32 @@ class Scaled:
             status = {"phase": "Pending", "conditions": conditions}
         metadata = {**body["metadata"], "creationTimestamp": stamp(born), "annotations": {"played": state}}
         self.api.put(path("Pod", name), {**body, "metadata": metadata, "status": status})
+
+    def _engines(self) -> dict[str, str]:
+        """UID -> name."""
+        pods = self.api.of("pods")
+        return {p["metadata"]["uid"]: name for name, p in pods.items() if not name.startswith("smol-router")}
+
+    def _reports(self, key: object) -> dict[str, Report]:
+        """What pods say on their admin port."""
+        found = {}
+        for uid, name in self._engines().items():
+            made = self.api.objects[path("StatefulSet", name.removesuffix("-0"))]
+            booted = parse_layout(made["metadata"]["annotations"]["kvern.dev/layout"]).tensor
+            size = self.sizes.setdefault(uid, booted)
+            said = SaidLayout(size, size, 0, "Stable", self.kv, self.lost.get(uid))
+            found[uid] = Report(in_flight=0, feasible=self.kv, layout=said)
+        return found
+
+    async def _switch(self, key: object, uid: str, size: int) -> None:
+        name = self._engines()[uid]
+        if len(self.told) >= self.most_told:
+            return
+        self.told.append((name, size))
+        if name in self.refusing and size != 1:
+            self.lost[uid] = (size, self.refusing[name])
+        else:
+            self.sizes[uid] = size
 
     # ------------------------------------------------------------ time
 

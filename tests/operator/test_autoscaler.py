@@ -220,3 +220,102 @@ async def test_suspend_and_back(scaled):
     scaled.bench.create(spec, generation=3)
     await scaled.step(3)
     assert scaled.desired == 4
+
+
+# ---------------------------------------------------------------- the layout
+
+AUTO = {
+    "engine": {"args": {"data-parallel-size": "2"}},
+    "parallelism": {
+        "tensor": {
+            "mode": "Auto",
+            "size": 1,
+            "max": 2,
+            "raiseAfterSeconds": 10,
+            "dwellSeconds": 0,
+            "verifySeconds": 20,
+        }
+    },
+    "replicas": 2,
+    "autoscaling": {"slo": {"itlP95Ms": 1000}},
+}
+KV = ((1, 1000), (2, 1600))  # of two engines 500 each: too few for requests of 600
+
+
+@pytest.fixture
+async def laid(api):
+    played = Scaled(api, kv=KV)
+    yield played
+    await played.close()
+
+
+def layouts(played: Scaled) -> set[str]:
+    return {o["metadata"]["annotations"]["kvern.dev/layout"] for o in played.api.of("statefulsets").values()}
+
+
+async def test_the_planner_changes_the_layout_in_the_pods_one_after_the_other(laid):
+    await laid.create(**AUTO)
+    pods = set(laid._engines())
+    assert layouts(laid) == {"tp1pp1dp2"} and laid.told == []
+    laid.demand = 400.0
+    for _ in range(12):
+        await laid.step()
+        if laid.told:
+            break
+    plan = laid.bench.status["parallelism"]["plan"]
+    assert (plan["phase"], plan["size"], plan["before"]) == ("Changing", 2, 1)
+    await laid.step(2)
+    assert laid.told == [("smol-r0-0", 2), ("smol-r1-0", 2)] and set(laid._engines()) == pods
+    assert layouts(laid) == {"tp2pp1dp1"}  # what a container that crashes boots
+    assert laid.api.of("configmaps")["smol-r0-layout"]["data"]["KVERN_TENSOR_PARALLEL_SIZE"] == "2"
+    await laid.step(8)
+    status = laid.bench.status["parallelism"]
+    assert (status["plan"]["phase"], status["current"], status["target"]) == ("Stable", 2, 2), status
+    assert status["plan"]["proven"] == [1, 2] and len(status["plan"]["changes"]) == 1
+    assert [(d["from"], d["to"]) for d in status["history"]] == [(1, 2)]
+    seen = [r for r, _ in laid.events()]
+    assert [r for r in seen if r.startswith("Layout")] == ["LayoutChange", "LayoutVerifying", "LayoutStable"]
+    assert laid.bench.condition("ParallelismStable") == ("True", "AsWanted")
+    assert len(laid.told) == 2  # and nothing more
+
+
+async def test_a_layout_that_fails_is_taken_back_and_banned(laid):
+    laid.refusing = {"smol-r1-0": "a worker has too little memory"}
+    await laid.create(**AUTO)
+    laid.demand = 400.0
+    await laid.step(25)
+    status = laid.bench.status["parallelism"]
+    assert laid.told == [("smol-r0-0", 2), ("smol-r1-0", 2), ("smol-r0-0", 1)]
+    assert (status["plan"]["phase"], status["plan"]["size"], status["current"]) == ("Stable", 1, 1), status
+    assert [ban["size"] for ban in status["plan"]["bans"]] == [2]
+    assert layouts(laid) == {"tp1pp1dp2"} and len(laid.replicas) == 2
+    (back,) = [note for reason, note in laid.events() if reason == "LayoutTakenBack"]
+    assert "smol-r1-0: a worker has too little memory" in back
+
+
+async def test_a_new_leader_ends_a_change_that_the_old_one_began(laid):
+    laid.most_told = 1
+    await laid.create(**AUTO)
+    laid.demand = 400.0
+    while not laid.told:
+        await laid.step()
+    await laid.step()
+    assert laid.told == [("smol-r0-0", 2)] and layouts(laid) == {"tp2pp1dp1", "tp1pp1dp2"}
+    await laid.close()
+    laid.begin()
+    laid.most_told = 1000
+    await laid.step(14)
+    status = laid.bench.status["parallelism"]
+    assert laid.told == [("smol-r0-0", 2), ("smol-r1-0", 2)]
+    assert (status["plan"]["phase"], status["current"]) == ("Stable", 2), status
+    assert len(status["plan"]["changes"]) == 1
+
+
+async def test_recommend_says_the_size_and_changes_nothing(laid):
+    spec = {**AUTO, "parallelism": {"tensor": {**AUTO["parallelism"]["tensor"], "mode": "Recommend"}}}
+    await laid.create(**spec)
+    laid.demand = 400.0
+    await laid.step(12)
+    status = laid.bench.status["parallelism"]
+    assert (status["recommended"], status["target"], laid.told) == (2, 1, [])
+    assert "mode Recommend" in status["lastDecision"]["reason"]

@@ -17,7 +17,7 @@ import zmq
 
 from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineStats, Outputs, TokenOutput, ToServer
 from kvern_engine.logs import fields
-from kvern_engine.metrics import EngineView, Metrics
+from kvern_engine.metrics import STEP_LIMITS, EngineView, Metrics
 from kvern_engine.parallel.messages import (
     ChangeLayout,
     Drained,
@@ -133,6 +133,9 @@ class EngineClient:
                 reason=e.reason,
                 feasible=e.ready.feasible if e.ready else {},
                 device=str(e.ready.info.get("device", "")) if e.ready else "",
+                steps={name: str(e.ready.info[name]) for name in STEP_LIMITS if name in e.ready.info}
+                if e.ready
+                else {},
             )
             for index, e in enumerate(self._engines)
         ]

@@ -67,9 +67,7 @@ class InfoEndpoints:
             for e in self._state.client.views()
         ]
         content = {"status": state, "in_flight": self._state.metrics.in_flight(), "engines": engines}
-        headers = {} if state == "ready" else {"Retry-After": "1"}
-        if pod := os.environ.get("KVERN_POD_NAME"):
-            headers["X-Kvern-Pod"] = pod  # an address goes to another pod: routers must know whom they have asked
+        headers = _own_name() | ({} if state == "ready" else {"Retry-After": "1"})
         return json_response(content, 200 if state == "ready" else 503, headers)
 
     async def version(self, request: Request) -> Response:
@@ -79,4 +77,10 @@ class InfoEndpoints:
         """Prometheus's text format; `?name[]=` (repeatable) keeps only these samples."""
         names = request.query_params.getlist("name[]")
         body, content_type = self._state.metrics.render(names, request.headers.get("accept", ""))
-        return Response(body, media_type=None, headers={"Content-Type": content_type})
+        return Response(body, media_type=None, headers={"Content-Type": content_type, **_own_name()})
+
+
+def _own_name() -> dict[str, str]:
+    """An address goes to another pod: who asks must know whom it has asked."""
+    pod = os.environ.get("KVERN_POD_NAME")
+    return {"X-Kvern-Pod": pod} if pod else {}

@@ -8,7 +8,8 @@ status is lost with the process, which costs a stabilization window and nothing 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Protocol
@@ -29,6 +30,7 @@ log = logging.getLogger("kvern.autoscale")
 
 PERIOD = 5.0
 USUAL_START = 120.0  # seconds, before one has been seen
+SLOWEST_CHANGE = 3600.0  # seconds after which a change of layout that is not in place is taken back
 START_WEIGHT = 0.3  # of a new start in the average
 OTHERS_FIRST = 10**9  # priority of services whose number somebody else decides: theirs is not shared out
 
@@ -184,7 +186,8 @@ class Autoscaler:
         spaces: dict[str, list[Key]] = {}
         for key, subject in subjects.items():
             if subject.live:
-                self._take(key, subject, round_)
+                with _kept_to(key):
+                    self._take(key, subject, round_)
             spaces.setdefault(subject.namespace, []).append(key)
         found: dict[Key, Made] = {}
         for namespace, keys in spaces.items():
@@ -198,7 +201,8 @@ class Autoscaler:
                 granted = self._granted(budget, {key: subjects[key] for key in keys})
             for key in live:
                 limits = replace(subjects[key].limits, granted=granted.get(key))
-                found[key] = self._decide(key, subjects[key], limits)
+                with _kept_to(key):
+                    found[key] = self._decide(key, subjects[key], limits)
         return found
 
     def _granted(self, budget: int, subjects: Mapping[Key, Subject]) -> dict[Key, int]:
@@ -206,8 +210,10 @@ class Autoscaler:
         claims = []
         for key, s in subjects.items():
             if s.live and s.limits.mode == "Internal":
-                made = cycle.decide(*self._question(key, s, s.limits)).replicas
-                wanted = max(made.target, s.limits.least())
+                wanted = max(s.current, s.limits.least())
+                with _kept_to(key):
+                    made = cycle.decide(*self._question(key, s, s.limits)).replicas
+                    wanted = max(made.target, s.limits.least())
                 claims.append(Claim("/".join(key), s.priority, s.limits.gpus, s.limits.least(), wanted, s.held))
             else:
                 claims.append(Claim("/".join(key), OTHERS_FIRST, s.limits.gpus, s.current, s.current, s.held))
@@ -266,7 +272,7 @@ class Autoscaler:
             pipeline=subject.pipeline,
             attainment=signals.attainment(limits.itl_slo, limits.ttft_slo, now),
             preempted=signals.preempted(now),
-            failed=subject.failed,
+            failed=subject.failed or _overdue(subject, wall),
         )
         return limits, view, known.memory, subject.sizes, look, self._state(known, subject)
 
@@ -296,6 +302,23 @@ class Autoscaler:
         elif known.asked_up is not None and decision.target < known.asked_up[1]:
             known.asked_up = None
         return made
+
+
+def _overdue(subject: Subject, wall: float) -> str:
+    plan = subject.plan
+    if plan is None or plan.phase != "Changing" or plan.since is None:
+        return ""
+    late = wall - plan.since.timestamp() > SLOWEST_CHANGE
+    return f"it is not in place after {SLOWEST_CHANGE / 60:.0f} minutes" if late else ""
+
+
+@contextmanager
+def _kept_to(key: Key) -> Iterator[None]:
+    """What fails for one service leaves it as it is, and the others get their decisions."""
+    try:
+        yield
+    except Exception:
+        log.exception("nothing is decided for %s", "/".join(key))
 
 
 def _held(subject: Subject, said: Mapping[str, tuple[float, float, float]], now: float) -> Held | None:

@@ -18,7 +18,6 @@ from kvern_operator.desired.layout import Layout, parse_layout, target_layout
 from kvern_operator.observed import Object, Observed, Pod
 from kvern_operator.rollout import Replica
 
-SLOWEST_CHANGE = 3600.0  # seconds after which a change that is not in place is taken back
 CRASHES = 2  # of a pod with the size that is being taken, after which it has failed
 
 
@@ -108,7 +107,7 @@ def subject_of(
         pipeline=wanted.pipeline,
         kv=tuple((f.size, f.kv_tokens) for f in status.parallelism.feasible),
         plan=status.parallelism.plan,
-        failed=_failed(observed, sets, status.parallelism.plan, wanted, now),
+        failed=_failed(observed, sets, status.parallelism.plan, wanted),
         start_seconds=_start(status),
     )
 
@@ -173,7 +172,7 @@ def _seen(replica: Replica, pod: Pod | None, workload: Object | None, now: datet
     )
 
 
-def _failed(observed: Observed, sets: dict[str, Object], plan: LayoutPlan | None, wanted: Layout, now: datetime) -> str:
+def _failed(observed: Observed, sets: dict[str, Object], plan: LayoutPlan | None, wanted: Layout) -> str:
     """Why the size that is being taken cannot be had; "" where nothing says so."""
     if plan is None or plan.phase != "Changing":
         return ""
@@ -185,6 +184,4 @@ def _failed(observed: Observed, sets: dict[str, Object], plan: LayoutPlan | None
         made = parse_layout(meta.annotation(sets[pod.owner], meta.LAYOUT)) if pod.owner in sets else None
         if made == wanted and not pod.ready and pod.restarts >= CRASHES:
             return f"{pod.name}: {pod.reason or 'it ends'} {pod.last_log or pod.message}".strip()
-    if plan.since is not None and (now - plan.since).total_seconds() > SLOWEST_CHANGE:
-        return f"it is not in place after {SLOWEST_CHANGE / 60:.0f} minutes"
     return ""

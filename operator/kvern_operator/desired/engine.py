@@ -233,6 +233,8 @@ def arguments(service: InferenceService, settings: Settings) -> list[str]:
         if value is not None:
             out += [f"--{name}", str(value)]
     for name, value in sorted(engine.args.items()):
+        if name == "data-parallel-size":
+            continue  # part of the layout, which changes
         out += to_command_line(name, value)
     return out
 

@@ -19,8 +19,8 @@ vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
 vllm:num_requests_waiting{engine="1",model_name="m"} 2.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
-vllm:cache_config_info{block_size="16",engine="0",max_num_batched_tokens="2048",max_num_seqs="64",num_gpu_blocks="100"} 1.0
-vllm:cache_config_info{block_size="16",engine="1",max_num_batched_tokens="2048",max_num_seqs="64",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{block_size="16",engine="0",max_num_batched_tokens="2048",max_num_seqs="64",num_gpu_blocks="100"} 1
+vllm:cache_config_info{block_size="16",engine="1",max_num_batched_tokens="2048",max_num_seqs="64",num_gpu_blocks="100"} 1
 vllm:num_preemptions_total{engine="0",model_name="m"} 1.0
 vllm:num_preemptions_total{engine="1",model_name="m"} 2.0
 kvern:step_tokens_total{engine="0",model_name="m"} 1000.0
@@ -35,7 +35,7 @@ vllm:prefix_cache_queries_total{engine="0",model_name="m"} 70.0
 vllm:prefix_cache_hits_total{engine="0",model_name="m"} 16.0
 vllm:inter_token_latency_seconds_sum{engine="0",model_name="odd \\"name\\" {with} braces"} 2.5
 vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 100.0
-"""
+"""  # noqa: E501
 
 
 def test_the_engines_of_a_pod_are_added_up():
