@@ -137,6 +137,11 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     explain.add_argument("name", metavar="NAME", help="the service")
     add_flags(explain)
+    explain.add_argument(
+        "--what-if",
+        metavar="tensor=N,replicas=N",
+        help="what the model expects of another tensor size, another number of replicas, or both",
+    )
     _add_logs(commands)
 
 

@@ -45,13 +45,21 @@ def status(args: argparse.Namespace) -> int:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Say in sentences how a service stands, and why."""
+    """Say in sentences how a service stands, and why; with --what-if what the model expects. 2 where that is wrong."""
+    from kvern_cli.decisions import decision_blocks
     from kvern_cli.explain import blocks
     from kvern_cli.explain import explain as explained
+    from kvern_cli.whatif import WhatIfError, parse, what_if
 
-    picture = place.picture_of(args)
+    try:
+        asked = parse(args.what_if) if args.what_if is not None else None
+        picture = place.picture_of(args)
+        found = what_if(picture, asked) if asked else [*blocks(explained(picture)), *decision_blocks(picture)]
+    except WhatIfError as error:
+        print(f"kvern explain: {error}", file=sys.stderr)
+        return 2
     place.say_place(picture.place)
-    show(blocks(explained(picture)))
+    show(found)
     return 0
 
 
