@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from pods import ROOT, Client, Pod, wait_for
 PHASES = ("Preparing", "Freezing", "Resharding", "MovingKV", "Adopting")
 STRIKES = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 TOLD_SECONDS = 60.0
+SLOW_MACHINE = 600.0  # seconds: one with much else to do is slow, not wrong
 BEGIN, END = "<!-- switch -->", "<!-- /switch -->"
 SLOW = {
     "step_seconds": 0.25,  # a step in flight: Freezing waits for it
@@ -86,11 +88,11 @@ class SwitchingPod:
             flags += ["-dp", "2", "--num-gpu-blocks-override", "2000"]
             env = {"KVERN_GPU_LAYOUT_SWITCH": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
             self.target, self.ranks = 2, 2
-        self.pod = Pod(*flags, device=device, env=env).wait_ready()
+        self.pod = Pod(*flags, device=device, env=env).wait_ready(SLOW_MACHINE)
         words = [word for line in self.pod.lines for word in line.split() if word.startswith("admin_url=")]
         self.admin = words[0].partition("=")[2]
         self.clients = [Client(self.pod, [100 + i] * 40, 100 if device == "sim" else 450) for i in range(4)]
-        wait_for(lambda: all(c.is_streaming for c in self.clients), 60, "four streams")
+        wait_for(lambda: all(c.is_streaming for c in self.clients), SLOW_MACHINE, "four streams")
 
     def layout(self) -> dict[str, Any]:
         """What GET /admin/layout says."""
@@ -102,7 +104,7 @@ class SwitchingPod:
 
     def wait_for_phase(self, phase: str) -> None:
         """Raises TimeoutError where the switch does not come to it."""
-        wait_for(lambda: self.layout()["phase"] == phase, 60, f"the phase {phase}")
+        wait_for(lambda: self.layout()["phase"] == phase, SLOW_MACHINE, f"the phase {phase}")
 
 
 def strike(device: str, phase: str, how: str, rank: int) -> Seen:
@@ -141,7 +143,7 @@ def _strike(made: SwitchingPod, seen: Seen) -> None:
     if held is not None:
         time.sleep(0.2)
         held.send_signal(signal.SIGCONT)
-    wait_for(lambda: made.layout()["phase"] == "Stable", 200, "the switch is over")
+    wait_for(lambda: made.layout()["phase"] == "Stable", SLOW_MACHINE, "the switch is over")
     seen.seconds = time.monotonic() - began
     _look(made, seen)
 
@@ -150,7 +152,7 @@ def _look(made: SwitchingPod, seen: Seen) -> None:
     pod, clients = made.pod, made.clients
     record = made.layout()["last"][0]
     seen.outcome = record["outcome"] + (f": {record['reason']}" if record["reason"] else "")
-    wait_for(lambda: all(c.ended_at for c in clients), 240, "streams end, or are told")
+    wait_for(lambda: all(c.ended_at for c in clients), SLOW_MACHINE, "streams end, or are told")
     lost = [c for c in clients if c.error]
     told = sorted({_alike(str(c.error)) for c in lost})
     whole = sum(c.done and not c.error for c in clients)
@@ -207,20 +209,31 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
+def _lines(path: Path | None) -> list[str]:
+    return path.read_text().splitlines() if path is not None and path.exists() else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["sim", "cuda"], default="sim")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--strikes", nargs="+", choices=list(STRIKES), default=list(STRIKES))
     parser.add_argument("--ranks", nargs="+", type=int)
+    parser.add_argument("--keep", type=Path, help="file of JSON lines: what is in it is not done again")
     parser.add_argument("--write", type=Path, help="file for the table")
     args = parser.parse_args()
-    found = []
-    for phase in args.phases:
-        for how in args.strikes:
-            for rank in args.ranks or range(4 if args.device == "sim" else 2):
-                found.append(strike(args.device, phase, how, rank))
-                print(found[-1], file=sys.stderr, flush=True)
+    found = [Seen(**json.loads(line)) for line in _lines(args.keep)]
+    done = {(seen.phase, seen.strike, seen.rank) for seen in found}
+    for phase, how in product(args.phases, args.strikes):
+        for rank in args.ranks or range(4 if args.device == "sim" else 2):
+            if (phase, how, rank) in done:
+                continue
+            found.append(strike(args.device, phase, how, rank))
+            print(found[-1], file=sys.stderr, flush=True)
+            if args.keep:
+                with args.keep.open("a") as file:
+                    file.write(json.dumps(asdict(found[-1])) + "\n")
+    found.sort(key=lambda seen: (PHASES.index(seen.phase), list(STRIKES).index(seen.strike), seen.rank))
     text = table(found, args.device)
     print(text)
     if args.write:
