@@ -91,7 +91,7 @@ class SwitchingPod:
         self.pod = Pod(*flags, device=device, env=env).wait_ready(SLOW_MACHINE)
         words = [word for line in self.pod.lines for word in line.split() if word.startswith("admin_url=")]
         self.admin = words[0].partition("=")[2]
-        self.clients = [Client(self.pod, [100 + i] * 40, 100 if device == "sim" else 450) for i in range(4)]
+        self.clients = [Client(self.pod, [100 + i] * 40, 200 if device == "sim" else 450) for i in range(4)]
         wait_for(lambda: all(c.is_streaming for c in self.clients), SLOW_MACHINE, "four streams")
 
     def layout(self) -> dict[str, Any]:
