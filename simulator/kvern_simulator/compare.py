@@ -6,18 +6,21 @@ cheapest fixed number that keeps the SLO as often as Kvern does, chosen for each
 """
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvern_engine.worker.sim_profile import load_profile
 from kvern_simulator.controllers import Hpa, Kvern, Static
 from kvern_simulator.traces import Trace, all_traces
 from kvern_simulator.world import Controller, Result, Setting, World
 
-GRIDS = {"queue": (0.25, 0.5, 1.0, 2.0), "kv": (0.02, 0.035, 0.05, 0.08, 0.12)}
+GRIDS = {"queue": (0.25, 0.5, 1.0, 2.0), "kv": (0.02, 0.03, 0.035, 0.04, 0.05, 0.06, 0.08)}
 CLOSE = 0.005  # attainments that count as equal
 
 
@@ -45,69 +48,156 @@ def score(name: str, results: list[Result], traces: list[Trace]) -> Score:
 
 def run(trace: Trace, setting: Setting, name: str, controller: Controller) -> Result:
     """One controller on one trace."""
-    return World(trace, setting, controller, name).run()
+    return World(trace, replace(setting, maximum=trace.maximum), controller, name).run()
 
 
-def run_all(traces: list[Trace], setting: Setting, name: str, make: Callable[[Trace], Controller]) -> list[Result]:
+@dataclass(frozen=True)
+class Task:
+    """One run, as another process gets it. `kind`: Kvern, queue or kv (HPAs with `target`), static (`target` many)."""
+
+    trace: Trace
+    setting: Setting
+    kind: str
+    target: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return {"Kvern": "Kvern", "static": "static"}.get(self.kind, f"HPA {self.kind} {self.target:g}")
+
+    def run(self) -> Result:
+        """The run."""
+        setting = replace(self.setting, maximum=self.trace.maximum)
+        if self.kind == "static":
+            setting = replace(setting, replicas=int(self.target))
+            return run(self.trace, setting, self.name, Static(int(self.target)))
+        if self.kind == "Kvern":
+            return run(self.trace, setting, self.name, Kvern(setting, self.trace.start_seconds))
+        return run(self.trace, setting, self.name, Hpa(setting, self.kind, self.target))
+
+
+Runner = Callable[..., Iterable[Any]]  # map, or that of several processes
+
+
+def run_all(traces: list[Trace], setting: Setting, kind: str, target: float = 0.0, each: Runner = map) -> list[Result]:
     """One controller on all of them."""
-    return [run(trace, setting, name, make(trace)) for trace in traces]
+    return list(each(Task.run, [Task(trace, setting, kind, target) for trace in traces]))
 
 
-def _hpa(setting: Setting, metric: str, target: float) -> Callable[[Trace], Controller]:
-    return lambda _: Hpa(setting, metric, target)
-
-
-def tuned(metric: str, traces: list[Trace], setting: Setting, say: Callable[[str], None]) -> tuple[str, list[Result]]:
-    """An HPA with the target that is best on the training traces; its runs on all of them."""
-    training, scores = [t for t in traces if t.training] or traces, []
+def tuned(
+    metric: str, traces: list[Trace], setting: Setting, say: Callable[[str], None], each: Runner = map
+) -> tuple[str, list[Result], list[Score]]:
+    """An HPA with the target that is best on the training traces; its runs on all of them, and the scores of all
+    targets on all traces: what it could be at another attainment."""
+    training, scores, every = [t for t in traces if t.training] or traces, [], []
     for target in GRIDS[metric]:
+        results = run_all(traces, setting, metric, target, each)
         name = f"HPA {metric} {target:g}"
-        results = run_all(training, setting, name, _hpa(setting, metric, target))
-        made = score(name, results, training)
+        known = {r.trace: r for r in results}
+        made = score(name, [known[t.name] for t in training], training)
+        every.append(score(name, results, traces))
         say("  tuning " + _line(made))
-        scores.append((made, target, results))
-    best = max(made.attainment for made, _, _ in scores)
-    made, target, results = min(
-        (entry for entry in scores if entry[0].attainment >= best - CLOSE), key=lambda e: e[0].gpu_hours
-    )
-    known = {r.trace: r for r in results}
-    rest = [t for t in traces if t.name not in known]
-    known |= {r.trace: r for r in run_all(rest, setting, made.name, _hpa(setting, metric, target))}
-    return made.name, [known[t.name] for t in traces]
+        scores.append((made, results))
+    best = max(made.attainment for made, _ in scores)
+    made, results = min((e for e in scores if e[0].attainment >= best - CLOSE), key=lambda e: e[0].gpu_hours)
+    return made.name, results, every
 
 
 def best_static(trace: Trace, setting: Setting, wanted: float, fewest: int) -> Result:
     """The fewest replicas, from `fewest` on, that keep the SLO as often as `wanted`, or the most there may be."""
     result = None
-    for n in range(max(setting.minimum, fewest, 1), setting.maximum + 1):
-        result = run(trace, replace(setting, replicas=n), "static", Static(n))
+    for n in range(max(setting.minimum, fewest, 1), trace.maximum + 1):
+        result = Task(trace, setting, "static", n).run()
         if result.attainment >= wanted - CLOSE:
             return result
     assert result is not None
     return result
 
 
+def _best_static(asked: tuple[Trace, Setting, float, int]) -> Result:
+    return best_static(*asked)
+
+
+def at_attainment(every: list[Score], wanted: float) -> float | None:
+    """GPU-hours that a HorizontalPodAutoscaler needs for an attainment, between the targets beside it; None where none
+    of its targets gets there."""
+    ordered = sorted(every, key=lambda s: s.gpu_hours)
+    before = None
+    for made in ordered:
+        if made.attainment >= wanted:
+            if before is None or made.attainment == before.attainment:
+                return made.gpu_hours
+            part = (wanted - before.attainment) / (made.attainment - before.attainment)
+            return before.gpu_hours + part * (made.gpu_hours - before.gpu_hours)
+        before = made if before is None or made.attainment > before.attainment else before
+    return None
+
+
 def reversals(result: Result, window: float = 300.0) -> int:
-    """Removals within the window after an addition."""
+    """Removals within the window after an addition; pods that never had a GPU are given up, not removed."""
     ups = [t for t, a, b in result.moves if b > a]
-    return sum(any(0 <= t - up < window for up in ups) for t, a, b in result.moves if b < a)
+    downs = [t for t, a, b in result.moves if b < a and t not in result.given_up]
+    return sum(any(0 <= t - up < window for up in ups) for t in downs)
 
 
-def compare(setting: Setting, traces: list[Trace], say: Callable[[str], None]) -> dict[str, list[Result]]:
-    """All runs, by controller."""
-    found = {"Kvern": run_all(traces, setting, "Kvern", lambda t: Kvern(setting, t.start_seconds))}
+@dataclass
+class Comparison:
+    """All runs, by controller; scores of each HPA at all of its targets, over all traces."""
+
+    found: dict[str, list[Result]]
+    grids: dict[str, list[Score]]
+
+
+def compare(setting: Setting, traces: list[Trace], say: Callable[[str], None], each: Runner = map) -> Comparison:
+    """All of it. `each`: map, or that of a pool of processes."""
+    found = {"Kvern": run_all(traces, setting, "Kvern", each=each)}
     say(_line(score("Kvern", found["Kvern"], traces)))
+    grids = {}
     for metric in GRIDS:
-        name, results = tuned(metric, traces, setting, say)
+        name, results, grids[metric] = tuned(metric, traces, setting, say, each)
         found[name] = results
         say(_line(score(name, results, traces)))
     # Fewer than the mean that Kvern used cannot keep up.
-    statics = []
-    for trace, kvern in zip(traces, found["Kvern"], strict=True):
-        fewest = int(kvern.gpu_seconds / trace.seconds / setting.gpus)
-        statics.append(best_static(trace, setting, kvern.attainment, fewest))
-    found["static"] = statics
-    return found
+    asked = [
+        (trace, setting, kvern.attainment, int(kvern.gpu_seconds / trace.seconds / setting.gpus))
+        for trace, kvern in zip(traces, found["Kvern"], strict=True)
+    ]
+    found["static"] = list(each(_best_static, asked))
+    return Comparison(found, grids)
+
+
+def verdict(made: Comparison, traces: list[Trace]) -> list[str]:
+    """What the measure asks, in sentences: against the targets that were best on the training half, and at equal
+    attainment, over all traces."""
+    ours = score("Kvern", made.found["Kvern"], traces)
+    lines = [f"Kvern keeps the SLO of {ours.attainment:.2%} of all requests with {ours.gpu_hours:.2f} GPU-hours."]
+    for metric, every in made.grids.items():
+        chosen = next(s for s in every if s.name in made.found)
+        lines.append(f"{chosen.name}, the best on the training half: {_beside(ours, chosen)}.")
+        hours = at_attainment(every, ours.attainment)
+        nearest = max(every, key=lambda s: s.attainment)
+        if hours is None:
+            lines.append(
+                f"No target of the HPA on {metric} gets as far; {nearest.name} comes nearest: {_beside(ours, nearest)}."
+            )
+        else:
+            fewer = 1 - ours.gpu_hours / hours
+            lines.append(f"At the same attainment the HPA on {metric} needs {hours:.2f} h: Kvern {fewer:.0%} less.")
+    return lines
+
+
+def _beside(ours: Score, other: Score) -> str:
+    fewer = 1 - ours.gpu_hours / other.gpu_hours
+    return f"{other.attainment:.2%} with {other.gpu_hours:.2f} h, Kvern needs {fewer:.0%} less"
+
+
+def grid_table(made: Comparison) -> str:
+    """Markdown: what the HPAs do at each of their targets, over all traces."""
+    lines = ["| HPA | kept the SLO | GPU-hours | changes an hour |", "|---|---|---|---|"]
+    for scores in made.grids.values():
+        for s in scores:
+            name = f"**{s.name}** (best on the training half)" if s.name in made.found else s.name
+            lines.append(f"| {name} | {s.attainment:.2%} | {s.gpu_hours:.2f} | {s.changes_an_hour:.1f} |")
+    return "\n".join(lines)
 
 
 def _line(s: Score) -> str:
@@ -137,6 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvern_simulator", description=__doc__)
     parser.add_argument("--hours", type=float, default=1.0, help="length of each trace")
     parser.add_argument("--only", default="", help="traces whose name begins so")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
     parser.add_argument("--out", type=Path, help="folder for table.md, replicas.svg and totals.svg")
     args = parser.parse_args(argv)
     setting = Setting(load_profile("h200-llama3-8b"))
@@ -147,8 +238,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    found = compare(setting, traces, say)
-    text = table(found, traces)
+    with ProcessPoolExecutor(args.jobs) as pool:
+        made = compare(setting, traces, say, pool.map)
+    found = made.found
+    text = "\n\n".join([table(found, traces), grid_table(made), *verdict(made, traces)])
     say(text)
     say(f"reversals within 300 s: { ({n: sum(map(reversals, r)) for n, r in found.items()}) }")
     say(f"{time.perf_counter() - begin:.0f} s")
@@ -157,5 +250,5 @@ def main(argv: list[str] | None = None) -> int:
 
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "table.md").write_text(text + "\n")
-        draw(found, traces, args.out)
+        draw(made, traces, args.out)
     return 0

@@ -23,7 +23,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Trace:
-    """`seconds` of load. `training`: used to tune the baselines; the others are held out."""
+    """`seconds` of load. `training`: used to tune the baselines; the others are held out. `maximum`: most replicas."""
 
     name: str
     seconds: float
@@ -31,6 +31,7 @@ class Trace:
     start_seconds: float = 60.0
     trouble: tuple[Trouble, ...] = ()
     training: bool = False
+    maximum: int = 8
 
     def fresh(self) -> list[Request]:
         """The requests, nothing of them done yet."""
@@ -72,8 +73,10 @@ def _bursts(base: float, high: float, begins: tuple[float, ...], length: float) 
 
 
 def all_traces(hours: float = 1.0) -> list[Trace]:
-    """The whole set: one of each kind to train with, one of each kind held out."""
+    """The whole set: one of each kind to train with, one of each kind held out. Those called large take half of the
+    time and have several times the load: how much is to spare depends on how many replicas share the fluctuations."""
     end = hours * 3600.0
+    half = end / 2
 
     def made(
         name: str,
@@ -83,9 +86,12 @@ def all_traces(hours: float = 1.0) -> list[Trace]:
         training: bool,
         start: float = 60.0,
         trouble: tuple[Trouble, ...] = (),
+        seconds: float = end,
+        maximum: int = 8,
     ) -> Trace:
         length = lengths if callable(lengths) else (lambda _: lengths)
-        return Trace(name, end, tuple(_requests(name, end, rate, most, length)), start, trouble, training)
+        requests = tuple(_requests(name, seconds, rate, most, length))
+        return Trace(name, seconds, requests, start, trouble, training, maximum)
 
     return [
         made("diurnal-chat", _wave(1, 22, end), 22, CHAT, True),
@@ -100,4 +106,8 @@ def all_traces(hours: float = 1.0) -> list[Trace]:
         made("lost-metrics", _wave(1, 18, end), 18, CHAT, False, trouble=(Trouble(0.4 * end, 0.6 * end, lost=1.0),)),
         made("some-metrics-lost", _wave(1, 10, end / 2), 10, RAG, True, trouble=(Trouble(1200, 2400, lost=0.5),)),
         made("steady", lambda t: 5, 5, RAG, True),
+        made("large-chat", _wave(8, 90, half), 90, CHAT, True, seconds=half, maximum=24),
+        made("large-bursts-rag", _bursts(10, 45, (0.15 * end, 0.35 * end), 300), 45, RAG, False, 60.0, (), half, 24),
+        made("large-writing", _wave(10, 80, half), 80, WRITE, False, seconds=half, maximum=24),
+        made("large-shift", lambda t: 40, 40, lambda t: RAG if t < half / 2 else CHAT, True, 60.0, (), half, 24),
     ]

@@ -99,6 +99,7 @@ class Result:
     changes: int = 0
     layouts: list[float] = field(default_factory=list)
     moves: list[tuple[float, int, int]] = field(default_factory=list)
+    given_up: list[float] = field(default_factory=list)  # times at which only pods without a GPU were removed
     curve: list[tuple[float, int, int, int]] = field(default_factory=list)
 
     @property
@@ -294,6 +295,8 @@ class World:
         for _ in range(wanted.replicas - len(staying)):
             self._start(now)
         surplus = sorted(staying, key=lambda p: (p.ready(now), p.in_flight))[: max(len(staying) - wanted.replicas, 0)]
+        if surplus and all(pod.ready_at is None for pod in surplus):
+            self.result.given_up.append(now)
         for pod in surplus:
             pod.draining = True
             if not pod.ready(now):

@@ -6,7 +6,19 @@ import pytest
 
 from kvern_engine.worker.sim_profile import load_profile
 from kvern_operator.autoscale.signals import Scrape
-from kvern_simulator.compare import best_static, compare, reversals, run, score, table
+from kvern_simulator.compare import (
+    Comparison,
+    Score,
+    at_attainment,
+    best_static,
+    compare,
+    grid_table,
+    reversals,
+    run,
+    score,
+    table,
+    verdict,
+)
 from kvern_simulator.controllers import Hpa, Kvern, Static
 from kvern_simulator.fluid import Request
 from kvern_simulator.traces import Trace, Trouble, all_traces
@@ -72,13 +84,25 @@ def test_an_hpa_does_what_kubernetes_documents():
 
 def test_the_comparison_is_whole_and_its_table_adds_up():
     traces = [replace(trace(3.0, 300.0), name="a", training=True), replace(trace(7.0, 300.0), name="b")]
-    found = compare(SETTING, traces, lambda text: None)
+    made = compare(SETTING, traces, lambda text: None)
+    found = made.found
     assert [n.split()[0] for n in found] == ["Kvern", "HPA", "HPA", "static"]
     text = table(found, traces)
     assert "| b (held out) |" in text
     whole = score("", found["Kvern"], traces)
     assert f"**{whole.attainment:.2%}, {whole.gpu_hours:.2f} h**" in text.splitlines()[-1]
+    assert all(s.gpu_hours > 0 for scores in made.grids.values() for s in scores)
+    assert verdict(made, traces)[0].startswith(f"Kvern keeps the SLO of {whole.attainment:.2%} of all")
+    assert grid_table(made).count("(best on the training half)") == 2
     assert best_static(traces[0], SETTING, 0.9, 0).gpu_seconds == pytest.approx(300.0, abs=2.0)
+
+
+def test_hours_at_an_attainment_lie_between_the_targets_beside_it():
+    grid = [Score("a", 0.90, 10.0, 0.0), Score("b", 0.98, 20.0, 0.0), Score("worse", 0.97, 30.0, 0.0)]
+    assert at_attainment(grid, 0.94) == pytest.approx(15.0)
+    assert at_attainment(grid, 0.90) == 10.0
+    assert at_attainment(grid, 0.5) == 10.0
+    assert at_attainment(grid, 0.99) is None
 
 
 def test_half_of_the_traces_are_held_out():
@@ -94,5 +118,8 @@ def test_plots_hold_every_controller(tmp_path):
 
     made = replace(trace(2.0, 120.0), name="short")
     found = {"one": [run(made, SETTING, "one", Static(1))], "two": [run(made, SETTING, "two", Static(2))]}
-    for path in draw(found, [made], tmp_path):
-        assert path.read_text().count("<path") > 10
+    grids = {"kv": [Score("HPA kv 0.1", 0.9, 2.0, 0.0)]}
+    found["HPA kv 0.1"] = found["one"]
+    for path in draw(Comparison(found, grids), [made], tmp_path):
+        text = path.read_text()
+        assert text.count("<path") > 10 and "HPA" in text
