@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvern_operator.autoscale.capacity import capacity, demand, replica_rate, replicas_for, shape_of
+from kvern_operator.autoscale.capacity import capacity, demand, replica_rate, replicas_for, running_itl, shape_of
 from kvern_operator.autoscale.terms import Full, Limits, Line, Load, Traffic, View
 
 SPEEDUP = 1.74  # of a step on twice the devices (DistServe, OSDI 2024)
@@ -214,14 +214,8 @@ def _impossible(limits: Limits, traffic: Traffic, line: Line | None, engine_toke
 
 
 def _itl(line: Line | None, traffic: Traffic, engines: float) -> float | None:
-    """ITL where the service's requests are spread over so many engines (Little's law, solved for the batch)."""
-    if line is None:
-        return None
-    rate = traffic.rate / max(engines, 1.0)
-    left = 1 - rate * traffic.output_tokens * line.slope
-    if left <= 0:
-        return math.inf
-    return line.at(rate * (traffic.prefill_seconds + traffic.output_tokens * line.base) / left)
+    """ITL where the service's requests are spread over so many engines."""
+    return running_itl(line, traffic.prefill_seconds, traffic.output_tokens, traffic.rate / max(engines, 1.0))
 
 
 # ---------------------------------------------------------------- triggers

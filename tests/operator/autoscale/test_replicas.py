@@ -95,7 +95,9 @@ def test_the_floor_of_the_slo():
     line = Line(0.005, 0.0001)  # 20 ms at 150 running; a replica has room for 90 requests
     made = once(2, ready(2, used=50_000.0), limits, traffic=traffic, line=line)
     # b* = min(150, 100,000 / 1,100 = 90.9): ITL 14.09 ms; 0.8 x 90.9 / (0.1 + 200 x 0.01409) = 24.92 requests/s
-    assert made.reason.startswith("slo: 40.00 requests/s / 24.9") or made.target == 2
+    assert made.target == 2
+    assert made.reason.startswith("2 replicas are right: ")
+    assert [t.wanted for t in made.terms if t.name == "slo" and t.words.startswith("40.00 requests/s / 24.92 a")] == [2]
     made = once(2, ready(2, used=50_000.0), limits, traffic=replace(traffic, rate=60.0), line=line)
     assert made.target == 3
     assert "60.00 requests/s / 24.92 a replica (80 % of 91 running, which keep ITL at 20 ms)" in made.reason
