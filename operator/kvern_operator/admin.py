@@ -96,7 +96,7 @@ def read_layout(answer: Any, before: Report) -> Report:
     sizes = answer.get("feasible")
     try:
         feasible = tuple((int(s["size"]), int(s["kvTokens"])) for s in sizes or ())
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         feasible = before.feasible
     said = read_said(answer) or before.layout
     return replace(before, feasible=feasible, device=str(answer.get("device") or before.device), layout=said)

@@ -56,7 +56,7 @@ def read_layout(answer: Any) -> SaidLayout | None:
             feasible=tuple((int(s["size"]), int(s["kvTokens"])) for s in answer.get("feasible") or ()),
             failed=(int(last["to"]), str(last["reason"])) if failed else None,
         )
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
 
 

@@ -158,6 +158,7 @@ def test_odd_answers():
         read_load({"in_flight": "3"}, before)
     assert read_layout("x", before) == before
     assert read_layout({"feasible": [{"size": 1}]}, before) == before
+    assert read_layout({"feasible": [{"size": float("inf"), "kvTokens": 1}]}, before) == before
     assert read_layout({"feasible": []}, before).feasible == ()
 
 

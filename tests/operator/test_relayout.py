@@ -159,7 +159,15 @@ def test_what_a_pod_says():
     assert (said.generation_for(4), said.generation_for(2)) == (7, 8)
     loading = read_layout({**answer, "phase": "Loading", "last": []})
     assert loading is not None and (loading.tensor, loading.switching, loading.failed) == (None, False, None)
-    for broken in (None, [], {}, {**answer, "feasible": [{}]}, {**answer, "last": [1]}):
+    endless = {"size": 2, "kvTokens": float("inf")}  # JSON as Python reads it has Infinity
+    for broken in (
+        None,
+        [],
+        {},
+        {**answer, "feasible": [{}]},
+        {**answer, "feasible": [endless]},
+        {**answer, "last": [1]},
+    ):
         assert read_layout(broken) is None
 
 

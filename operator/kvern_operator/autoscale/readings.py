@@ -4,6 +4,7 @@ Of an engine: vLLM's names, which Kvern's own has as well, and Kvern's where the
 of a pod are added up; a usage counts by its engine's tokens. Of a router: what it holds.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -33,11 +34,13 @@ _HISTOGRAMS = {
     "vllm:request_generation_tokens_bucket": "outputs",
 }
 ENGINE_SERIES = (_CONFIG, _USAGE, _RUNNING, _WAITING, *_COUNTERS, *_HISTOGRAMS)
+_READ = {*ENGINE_SERIES, *HELD}
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def _samples(text: str) -> Iterator[tuple[str, str, float]]:
-    """(name, labels as text, value) of each line that is a sample. Raises ValueError for a line that is none."""
+    """(name, labels as text, value) of each line that is a sample. Raises ValueError for a line that is none, and for
+    a value of what is read here that no count can have (NaN, Inf, below 0): nothing could be decided with it."""
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
@@ -49,7 +52,10 @@ def _samples(text: str) -> Iterator[tuple[str, str, float]]:
         else:
             name, _, value = line.partition(" ")
             labels = ""
-        yield name, labels, float(value.split()[0] if value.strip() else "none")
+        number = float(value.split()[0] if value.strip() else "none")
+        if name in _READ and not 0 <= number < math.inf:
+            raise ValueError(f"{name} is {number}")
+        yield name, labels, number
 
 
 def _labels(text: str) -> dict[str, str]:
@@ -76,7 +82,7 @@ def read_engine(uid: str, at: float, text: str) -> Scrape:
             usage[_labels(labels).get("engine", "")] = value
         elif name in _COUNTERS or name in (_RUNNING, _WAITING):
             sums[name] = sums.get(name, 0.0) + value
-    if not tokens or not usage or _RUNNING not in sums or _WAITING not in sums:
+    if not 0 < sum(tokens.values()) < math.inf or not usage or _RUNNING not in sums or _WAITING not in sums:
         raise ValueError("no engine has said what it holds")
     return Scrape(
         uid=uid,
