@@ -242,6 +242,7 @@ def reasons_part() -> str:
         ("Pods that cannot be made", advice.WORKLOADS),
         ("The service as a whole", advice.SERVICE),
         ("Conditions", advice.CONDITIONS),
+        ("Scaling", advice.SCALING),
         ("Events", advice.EVENTS),
     )
     out = []

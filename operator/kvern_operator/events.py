@@ -47,6 +47,9 @@ def news(before: InferenceServiceStatus | None, after: InferenceServiceStatus, n
 _SCALED = {"up": "ScaledUp", "down": "ScaledDown", "wake": "WokenUp", "zero": "ScaledToZero", "bounds": "WithinBounds"}
 
 
+_PHASES = {"Stable": "LayoutStable", "Changing": "LayoutChanging", "Verifying": "LayoutVerifying"}
+
+
 def _decisions(before: InferenceServiceStatus, after: InferenceServiceStatus) -> Iterable[Event]:
     """What was decided from metrics since: each change once."""
     made, last = after.autoscaling.last_decision, before.autoscaling.last_decision
@@ -66,7 +69,7 @@ def _decisions(before: InferenceServiceStatus, after: InferenceServiceStatus) ->
         reason = "LayoutTakenBack" if plan.returning else "LayoutChange"
         yield Event(kind, reason, f"tensor size {layout.from_} -> {layout.to}: {layout.reason}")
     elif plan.phase != old.phase:
-        yield Event("Normal", f"Layout{plan.phase}", layout.reason)
+        yield Event("Normal", _PHASES[plan.phase], layout.reason)
 
 
 def _turn(before: Condition | None, now: Condition) -> Event | None:

@@ -27,6 +27,7 @@ NO_REASONS = {
     *("Retain", "Delete", "Apply", "DryRun", "FailedMapVolume", "ProvisioningFailed", "FailedScheduling"),
     *ConditionType.__args__,
     *("Plan", "Reconcile"),  # names of Python
+    "Stable",  # a phase of a layout
 }
 
 

@@ -10,10 +10,23 @@ from collections.abc import Mapping
 from kvern_operator.advice.conditions import CONDITIONS, EVENTS, SERVICE
 from kvern_operator.advice.form import APPLY, Advice
 from kvern_operator.advice.pods import CRASHES, PODS, WORKLOADS
+from kvern_operator.advice.scaling import SCALING
 
-__all__ = ["APPLY", "CONDITIONS", "CRASHES", "EVENTS", "PODS", "REASONS", "SERVICE", "WORKLOADS", "Advice", "advice"]
+__all__ = [
+    "APPLY",
+    "CONDITIONS",
+    "CRASHES",
+    "EVENTS",
+    "PODS",
+    "REASONS",
+    "SCALING",
+    "SERVICE",
+    "WORKLOADS",
+    "Advice",
+    "advice",
+]
 
-REASONS: Mapping[str, Advice] = {**EVENTS, **CONDITIONS, **CRASHES, **PODS, **WORKLOADS, **SERVICE}
+REASONS: Mapping[str, Advice] = {**EVENTS, **CONDITIONS, **CRASHES, **PODS, **WORKLOADS, **SERVICE, **SCALING}
 
 
 def advice(reason: str) -> str:

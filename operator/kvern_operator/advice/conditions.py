@@ -26,8 +26,8 @@ CONDITIONS: dict[str, Advice] = {
         "fine",
         "Ready True or False, Available False",
         "No replica is wanted. The router holds what comes in for holdTimeoutSeconds, then answers 503.",
-        "set spec.replicas to start",
-        ("start a replica: `{k} scale infs/{name} --replicas=1`",),
+        "send a request (autoscaling.mode Internal), or set spec.replicas (other modes) to start",
+        ("in other modes than Internal, start a replica: `{k} scale infs/{name} --replicas=1`",),
     ),
     "Scheduling": Advice("passing", "Ready False, Progressing True", "The scheduler looks for nodes for the pods."),
     "Creating": Advice(
