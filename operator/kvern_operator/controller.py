@@ -70,6 +70,7 @@ class _Memory:
     taken_since: float | None = None  # clock
     untold: list[str] = field(default_factory=list)  # notes of what was done that no Event tells yet
     noted: frozenset[str] = frozenset()  # notes of the last plan
+    pods: frozenset[str] = frozenset()  # UIDs in the last pass
     doubted: set[str] = field(default_factory=set)  # pods that have said that their Secret is missing
     drains: Stopwatch = field(default_factory=Stopwatch)
 
@@ -182,7 +183,7 @@ class Controller:
         decided = await self._record_decisions(key, service, document, now)
         if decided is not document:
             document, scene = decided, self._observe(key, service, decided, memory)
-        scene = await self._with_room(scene, service)
+        scene = await self._with_room(scene, service, memory)
         plan = reconcile(service, scene.observed, now, self.settings)
         if await self._check(plan, service, memory):
             spare, scene = scene.observed.spare_replicas, self._observe(key, service, document, memory)
@@ -255,11 +256,13 @@ class Controller:
             leaving_for=drains,
         )
 
-    async def _with_room(self, scene: Scene, service: InferenceService) -> Scene:
+    async def _with_room(self, scene: Scene, service: InferenceService, memory: _Memory) -> Scene:
         """The scene with the room that the nodes have, where what comes next depends on it."""
+        present = frozenset(p.uid for p in scene.observed.pods)
+        gone, memory.pods = memory.pods - present, present
         if not wants_room(service, scene.observed):
             return scene
-        room = await self._nodes.room()
+        room = await self._nodes.room(gone)
         if room is None:
             return scene
         each, pods = service.spec.resources.nodes_per_replica, scene.observed.pods

@@ -6,6 +6,7 @@ Nobody watches nodes: they report every few seconds, and what is wanted of them 
 import asyncio
 import logging
 import time
+from collections.abc import Set
 
 from kvern_operator.kube import ApiError, KubeClient, collection
 from kvern_operator.queue import Clock
@@ -27,10 +28,12 @@ class NodeReader:
         self._room: Room | None = None
         self._good_until = float("-inf")
 
-    async def room(self) -> Room | None:
-        """What the nodes have; None where that may not be read or nobody answers."""
+    async def room(self, gone: Set[str] = frozenset()) -> Room | None:
+        """What the nodes have; None where that may not be read or nobody answers. `gone`: UIDs of pods that have ended;
+        a look that still has one of them is too old, and the room that it left would be missed."""
         async with self._lock:
-            if self._clock() >= self._good_until:
+            outdated = self._room is not None and not self._room.pods.isdisjoint(gone)
+            if outdated or self._clock() >= self._good_until:
                 began, self._room = self._clock(), None
                 wait = FRESH
                 try:

@@ -230,6 +230,22 @@ async def test_a_rollout_looks_at_the_nodes_and_surges_or_swaps(bench, api, gpus
         assert len(api.of("statefulsets")) == 1
 
 
+async def test_the_place_of_a_pod_that_has_gone_is_seen_at_once(bench, api, monkeypatch):
+    monkeypatch.setattr("kvern_operator.nodes.FRESH", 600.0)
+    on_node(api, 2)
+    one = {"resources": {"gpusPerPod": 1}, "rollout": {"drainTimeoutSeconds": 0}}
+    await running(bench, one)
+    bench.create({**one, "engine": {"maxModelLen": 512}}, generation=2)
+    await bench.controller.work(KEY)
+    assert sum(r == ("GET", "/api/v1/nodes") for r in api.requests) == 1
+    await bench.controller.work(KEY)
+    assert sum(r == ("GET", "/api/v1/nodes") for r in api.requests) == 1  # what has been seen is good for a while
+    api.remove(path("Pod", "smol-r0-0"))
+    bench.pump()
+    await bench.controller.work(KEY)
+    assert sum(r == ("GET", "/api/v1/nodes") for r in api.requests) == 2
+
+
 async def test_a_drain_that_runs_out_of_time_is_a_warning(bench, api):
     short = {"rollout": {"drainTimeoutSeconds": 0}}
     await running(bench, short)

@@ -144,6 +144,20 @@ async def test_the_reader_looks_once_in_two_seconds_and_at_what_is_there_then(ap
     assert spare_replicas(await reader.room(), wanted(1), 1) == 8
 
 
+async def test_a_look_that_has_pods_which_have_ended_is_too_old(api, reader):
+    """Else a rollout would not see the place that its own last pod has left, and swap where it could surge."""
+    api.put("/api/v1/nodes/n", {"kind": "Node", **node("n")})
+    ended = {"kind": "Pod", **pod(3)}
+    api.put(path("Pod", "x"), ended)
+    found = await reader.room()
+    (uid,) = found.pods
+    assert await reader.room(frozenset({"another"})) is found
+    api.remove(path("Pod", "x"))
+    later = await reader.room(frozenset({uid}))
+    assert (spare_replicas(found, wanted(1), 1), spare_replicas(later, wanted(1), 1)) == (5, 8)
+    assert await reader.room(frozenset({uid})) is later
+
+
 async def test_without_the_right_to_read_nodes_the_room_is_not_known(api, reader):
     api.refuse = lambda m, p, b: (403, 'nodes is forbidden: User "x" cannot list resource "nodes"')
     assert await reader.room() is None and await reader.room() is None
