@@ -82,7 +82,7 @@ def test_the_same_bits_every_time() -> None:
 
 def test_in_a_graph() -> None:
     """Replays read what its inputs hold then."""
-    x, weight = _operands(1024, 28672, 512)
+    x, weight = _operands(8192, 28672, 512)
     assert hopper_product.gates(x, weight)
     dispatch.gated_linear(x, weight)
     graph = torch.cuda.CUDAGraph()
