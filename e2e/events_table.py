@@ -16,12 +16,12 @@ END = "<!-- /{} -->"
 
 
 def latest(lines: list[str], *, computed: bool = False) -> list[Verdict]:
-    """The last verdict on each event of full runs, in the order of their first: those on the simulated device, or of
-    models that are `computed`, whose name then stands before the event."""
+    """The last verdict on each event of full runs, soaks too, in the order of their first: on the simulated device, or
+    of models that are `computed`, whose name then stands before the event."""
     found: dict[str, Verdict] = {}
     for line in lines:
         row = json.loads(line)
-        if row.get("full") and not row.get("soak") and bool(row.get("model")) == computed:
+        if row.get("full") and bool(row.get("model")) == computed:
             values = {name: row[name] for name in Verdict.__dataclass_fields__}
             if computed:
                 values["event"] = f"{row['model'].rpartition('/')[2]}: {row['event']}"
