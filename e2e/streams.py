@@ -144,14 +144,14 @@ class Load:
         self.client.exec(*command, "--streams", str(self.streams), "--tokens", str(self.tokens), timeout=300)
         self.references.append(file)
 
-    def start(self) -> None:
-        """Returns when every stream has had its first token."""
+    def start(self, seconds: float = 90) -> None:
+        """Returns when every stream has had its first token, within so many seconds."""
         options = [f"--reference {file}" for file in self.references]
         options += [f"--streams {self.streams}", f"--tokens {self.tokens}", f"--knock {self.knock}"]
         options.append(f"--name /tmp/{self.name}")
         command = f"python3 /opt/client/load.py run {self.service.url} {MODEL} {' '.join(options)}"
         self.client.exec("sh", "-c", f"setsid {command} >/tmp/{self.name}.log 2>&1 </dev/null &")
-        eventually("all streams have begun", lambda: self.status()["running"] >= self.streams, 90, every=1)
+        eventually("all streams have begun", lambda: self.status()["running"] >= self.streams, seconds, every=1)
 
     def status(self) -> Object:
         """How it goes, not older than a few seconds."""

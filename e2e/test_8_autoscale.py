@@ -91,7 +91,9 @@ def test_a_step_of_load_and_its_end(service: Make, client: Client, measure: Meas
     one.wait_ready()
     eventually("it decides", lambda: scaling(one)["lastDecision"]["inputs"], 60)
     try:
-        load.start()  # every stream has begun: for that four replicas are needed
+        # Every stream has begun: for that four replicas are needed, and those that queue at the first one, which has
+        # them all, to come to their turn there: two streams' length.
+        load.start(240)
         first = eventually("more are wanted", lambda: next(d for d in scaling(one)["history"] if d["kind"] == "up"), 30)
         eventually("four replicas ready", lambda: ready(one) == 4, 180)
         startup = one.object()["status"]["startup"]
