@@ -172,22 +172,24 @@ def verdict(made: Comparison, traces: list[Trace]) -> list[str]:
     lines = [f"Kvern keeps the SLO of {ours.attainment:.2%} of all requests with {ours.gpu_hours:.2f} GPU-hours."]
     for metric, every in made.grids.items():
         chosen = next(s for s in every if s.name in made.found)
-        lines.append(f"{chosen.name}, the best on the training half: {_beside(ours, chosen)}.")
-        hours = at_attainment(every, ours.attainment)
         nearest = max(every, key=lambda s: s.attainment)
-        if hours is None:
-            lines.append(
-                f"No target of the HPA on {metric} gets as far; {nearest.name} comes nearest: {_beside(ours, nearest)}."
-            )
-        else:
+        hours = at_attainment(every, ours.attainment)
+        lines.append(f"HPA on {metric}, its best target on the training half: {_beside(ours, chosen)}.")
+        if hours is not None:
             fewer = 1 - ours.gpu_hours / hours
-            lines.append(f"At the same attainment the HPA on {metric} needs {hours:.2f} h: Kvern {fewer:.0%} less.")
+            lines.append(
+                f"At Kvern's attainment the HPA on {metric} needs {hours:.2f} GPU-hours, Kvern {fewer:.0%} fewer."
+            )
+        elif nearest is chosen:
+            lines.append(f"No target of the HPA on {metric} keeps more.")
+        else:
+            lines.append(f"No target of the HPA on {metric} keeps as much as Kvern; nearest: {_beside(ours, nearest)}.")
     return lines
 
 
 def _beside(ours: Score, other: Score) -> str:
     fewer = 1 - ours.gpu_hours / other.gpu_hours
-    return f"{other.attainment:.2%} with {other.gpu_hours:.2f} h, Kvern needs {fewer:.0%} less"
+    return f"{other.attainment:.2%} with {other.gpu_hours:.2f} GPU-hours at {other.name}, Kvern {fewer:.0%} fewer"
 
 
 def grid_table(made: Comparison) -> str:

@@ -54,8 +54,18 @@ def _replicas(made: Comparison, traces: list[Trace], path: Path) -> Path:
     for panel in panels[-1]:
         panel.set_xlabel("minutes")
     handles, labels = places[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncols=len(labels), frameon=False, fontsize=10)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.45 / figure.get_figheight()))
+    title = "shade: requests a second, its peak at the right"
+    figure.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="upper center",
+        ncols=len(labels),
+        frameon=False,
+        fontsize=10,
+        title=title,
+        title_fontsize=8.5,
+    )
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.6 / figure.get_figheight()))
     return _save(figure, path)
 
 
@@ -106,8 +116,8 @@ def _totals(made: Comparison, traces: list[Trace], path: Path) -> Path:
         ordered = sorted(scores, key=lambda s: s.gpu_hours)
         hours, kept = [s.gpu_hours for s in ordered], [s.attainment * 100 for s in ordered]
         panel.plot(hours, kept, color=colour, marker="o", markersize=4, linewidth=1.2, label=f"HPA on {metric}")
-        for s in ordered:
-            at, shift = (s.gpu_hours, s.attainment * 100), (0, -12)
+        for place, s in enumerate(ordered):
+            at, shift = (s.gpu_hours, s.attainment * 100), (0, -13 if place % 2 else 7)
             text = s.name.rpartition(" ")[2] + (" (best)" if s.name in made.found else "")
             panel.annotate(text, at, xytext=shift, textcoords="offset points", ha="center", fontsize=7.5, color=colour)
     for name in (n for n in colours if "HPA" not in n):
@@ -121,8 +131,8 @@ def _totals(made: Comparison, traces: list[Trace], path: Path) -> Path:
     panel.set_ylabel("requests that kept the SLO, %")
     panel.set_title("up and to the left is better; at HPAs their targets", color="#666666")
     panel.grid(alpha=0.25)
-    panel.margins(x=0.06, y=0.12)
-    panel.legend(frameon=False, loc="lower right")
+    panel.margins(x=0.08, y=0.14)
+    panel.legend(frameon=False, loc="center right")
     figure.tight_layout()
     return _save(figure, path)
 

@@ -52,7 +52,10 @@ def _length(rng: random.Random, mean: float, most: int) -> int:
     return max(min(int(rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)), most), 2)
 
 
-def _requests(seed: str, seconds: float, rate: Rate, most: float, lengths: Callable[[float], Lengths]) -> list[Request]:
+def requests_of(
+    seed: str, seconds: float, rate: Rate, most: float, lengths: Callable[[float], Lengths]
+) -> list[Request]:
+    """Requests whose rate and mean lengths change with time; `most` is the highest rate."""
     rng = random.Random(seed)
     found = []
     for at in _poisson(rng, seconds, rate, most):
@@ -90,7 +93,7 @@ def all_traces(hours: float = 1.0) -> list[Trace]:
         maximum: int = 8,
     ) -> Trace:
         length = lengths if callable(lengths) else (lambda _: lengths)
-        requests = tuple(_requests(name, seconds, rate, most, length))
+        requests = tuple(requests_of(name, seconds, rate, most, length))
         return Trace(name, seconds, requests, start, trouble, training, maximum)
 
     return [

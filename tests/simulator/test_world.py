@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvern_engine.worker.sim_profile import load_profile
+from kvern_operator.autoscale.layout import Sizes
 from kvern_operator.autoscale.signals import Scrape
 from kvern_simulator.compare import (
     Comparison,
@@ -21,8 +22,8 @@ from kvern_simulator.compare import (
 )
 from kvern_simulator.controllers import Hpa, Kvern, Static
 from kvern_simulator.fluid import Request
-from kvern_simulator.traces import Trace, Trouble, all_traces
-from kvern_simulator.world import Held, Seen, Setting
+from kvern_simulator.traces import CHAT, Trace, Trouble, all_traces, requests_of
+from kvern_simulator.world import Held, Seen, Setting, World
 
 SETTING = Setting(load_profile("h200-llama3-8b"), replicas=1)
 
@@ -123,3 +124,15 @@ def test_plots_hold_every_controller(tmp_path):
     for path in draw(Comparison(found, grids), [made], tmp_path):
         text = path.read_text()
         assert text.count("<path") > 10 and "HPA" in text
+
+
+def test_the_planner_changes_the_size_once_where_one_request_is_too_slow_and_that_helps():
+    """A strict ITL that size 1 cannot keep for prompts that interrupt answers; random arrivals, 8 a second."""
+    setting = replace(SETTING, gpus=2, sizes=(1, 2), itl_slo=0.0058, maximum=4)
+    requests = tuple(requests_of("strict", 1200.0, lambda t: 8.0, 8.0, lambda t: CHAT))
+    made = replace(trace(1.0), name="strict", seconds=1200.0, requests=requests, maximum=4)
+    auto, fixed = (
+        World(made, setting, Kvern(setting, 60.0, Sizes(mode, 1, 2)), mode).run() for mode in ("Auto", "Fixed")
+    )
+    assert len(auto.layouts) == 1 and not fixed.layouts
+    assert auto.attainment > fixed.attainment
