@@ -40,17 +40,21 @@ if [ $# -gt 0 ]; then
   tests "tests" e2e "$@" || status=$?
 else
   # What the others stand on comes first, by itself; most of the rest spend their time waiting, so that two go on at a
-  # time, and events under load beside them; those that take the operator away or count its writes are alone at the end.
+  # time, and events under load and the autoscaler beside them, whose engines take next to no processor; those that take
+  # the operator away or count its writes are alone at the end.
   "$CLUSTER_DIR/cluster.sh" load &
   loading=$!
   tests "tests of cluster and API server" e2e/test_0_*.py e2e/test_7_*.py || status=$?
   wait "$loading"
   tests "tests of first use" e2e/test_1_*.py || status=$?
-  tests "events under load" -m "not alone" e2e/test_8_*.py >"$LOGS/events-under-load.log" 2>&1 &
+  tests "events under load" -m "not alone" e2e/test_8_events.py >"$LOGS/events-under-load.log" 2>&1 &
   events=$!
+  tests "autoscaling" -m "not alone" e2e/test_8_autoscale.py >"$LOGS/autoscaling.log" 2>&1 &
+  scaling=$!
   tests "tests side by side" -n 2 -m "not alone" e2e/test_[2-6]_*.py e2e/test_9_*.py || status=$?
   wait "$events" || status=$?
-  cat "$LOGS/events-under-load.log"
+  wait "$scaling" || status=$?
+  cat "$LOGS/events-under-load.log" "$LOGS/autoscaling.log"
   tests "tests of the operator alone" -m alone e2e/test_[2-9]_*.py || status=$?
 fi
 [ $status = 0 ] || "$CLUSTER_DIR/cluster.sh" diagnose || true
