@@ -19,8 +19,8 @@ from kvern_operator.api.types import InferenceService
 from kvern_operator.autoscale import cycle
 from kvern_operator.autoscale.budget import Claim, share
 from kvern_operator.autoscale.layout import Look, Sizes, State
+from kvern_operator.autoscale.readings import Round, Target
 from kvern_operator.autoscale.record import Made, cause_of, plan_of, recorded, same_change
-from kvern_operator.autoscale.scrape import Round, Target
 from kvern_operator.autoscale.signals import STALE, Signals, held_of
 from kvern_operator.autoscale.subject import Subject
 from kvern_operator.autoscale.terms import Held, Limits, Memory, Replica, View

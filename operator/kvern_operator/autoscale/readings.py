@@ -7,9 +7,31 @@ of a pod are added up; a usage counts by its engine's tokens. Of a router: what 
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from kvern_operator.autoscale.signals import Buckets, Scrape
 from kvern_operator.autoscale.terms import Step
+
+
+@dataclass(frozen=True)
+class Target:
+    """A pod to ask; `address` is host:port of its API."""
+
+    uid: str
+    name: str
+    address: str
+    routing: bool = False  # a router
+
+
+@dataclass(frozen=True)
+class Round:
+    """What came of asking everybody once: by UID what an engine says, what a router holds (at, requests, tokens), and
+    why somebody gave no answer."""
+
+    engines: Mapping[str, Scrape]
+    routers: Mapping[str, tuple[float, float, float]]
+    failures: Mapping[str, str]
+
 
 POD_HEADER = "X-Kvern-Pod"  # in which a pod says who it is
 HELD = ("kvern_router_held_requests", "kvern_router_held_input_tokens")

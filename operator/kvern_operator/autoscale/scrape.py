@@ -9,40 +9,29 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import aiohttp
 from yarl import URL
 
-from kvern_operator.autoscale.readings import ENGINE_SERIES, HELD, POD_HEADER, read_engine, read_router
+from kvern_operator.autoscale.readings import (
+    ENGINE_SERIES,
+    HELD,
+    POD_HEADER,
+    Round,
+    Target,
+    read_engine,
+    read_router,
+)
 from kvern_operator.autoscale.signals import Scrape
 from kvern_operator.queue import Clock
+
+__all__ = ["OwnThread", "Round", "Scraper", "Target"]
 
 AT_ONCE = 64
 LONGEST_ANSWER = 4 * 2**20  # bytes
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A pod to ask; `address` is host:port of its API."""
-
-    uid: str
-    name: str
-    address: str
-    routing: bool = False  # a router
-
-
-@dataclass(frozen=True)
-class Round:
-    """What came of asking everybody once: by UID what an engine says, what a router holds (at, requests, tokens), and
-    why somebody gave no answer."""
-
-    engines: Mapping[str, Scrape]
-    routers: Mapping[str, tuple[float, float, float]]
-    failures: Mapping[str, str]
 
 
 class Scraper:

@@ -11,8 +11,8 @@ from kvern_operator.api.status import InferenceServiceStatus, LayoutPlan
 from kvern_operator.api.types import InferenceService
 from kvern_operator.autoscale import terms
 from kvern_operator.autoscale.layout import Sizes, State
+from kvern_operator.autoscale.readings import Target
 from kvern_operator.autoscale.record import state_of
-from kvern_operator.autoscale.scrape import Target
 from kvern_operator.desired import meta
 from kvern_operator.desired.layout import Layout, parse_layout, target_layout
 from kvern_operator.observed import Object, Observed, Pod
