@@ -275,7 +275,9 @@ def test_zero_replicas():
     )
     found = explain(picture(svc, router_pods(), [routers()]))
     assert found.headline == "smol has no replica, and none is wanted." and "Wrong" not in rows(found)
-    assert rows(found)["To do"] == "start a replica: kubectl -n team-a scale infs/smol --replicas=1"
+    assert rows(found)["To do"] == (
+        "in other modes than Internal, start a replica: kubectl -n team-a scale infs/smol --replicas=1"
+    )
 
 
 def test_a_rollout_with_a_replica_that_drains():
