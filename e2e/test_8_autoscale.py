@@ -86,7 +86,7 @@ def test_a_step_of_load_and_its_end(service: Make, client: Client, measure: Meas
     """1 -> 4 under a step, decided within 10 s, the first new replica ready within its load time and 10 s; in full runs
     4 -> 1 after it. Streams span all of it."""
     one = service("load", **STEPPED)
-    load = Load(client, one, f"step-{one.namespace}", streams=STREAMS, tokens=200)
+    load = Load(client, one, f"step-{one.namespace}", streams=STREAMS, tokens=100)
     known_texts(load, one.namespace, engine={"args": streams.FAST})
     one.wait_ready()
     eventually("it decides", lambda: scaling(one)["lastDecision"]["inputs"], 60)
@@ -159,7 +159,7 @@ def test_zero_and_back(service: Make, client: Client, measure: Measure, show: Sh
     story(one, show)
 
 
-LONGEST = 320  # tokens: what an engine's KV cache holds, and no request may exceed
+LONGEST = 512  # tokens: what an engine's KV cache holds, and no request may exceed
 LAID = {
     "model": {"name": streams.MODEL},
     "router": {"replicas": 1},
@@ -177,7 +177,8 @@ LAID = {
     },
     "autoscaling": {"slo": {"itlP95Ms": 5000}},
 }
-# Two engines in a pod, with room for one long request each: requests of 315 tokens take more than nine tenths of it.
+# Two engines in a pod, with room for one long request each. One stream has 300 tokens, and of it the histogram says no
+# more than that it has 200 to 500: that may be over nine tenths of an engine.
 # By device: what a rank's KV cache takes at LONGEST tokens, and what makes its pace.
 SMALL: dict[str, Object] = {
     "sim": {**streams.PACE, "kv-cache-memory-bytes": str(LONGEST * 131_072)},
