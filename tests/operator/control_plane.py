@@ -8,6 +8,7 @@ The programs are those of e2e/cluster; where they are not there `plane()` says s
 import asyncio
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,8 +85,11 @@ class Plane:
             async with asyncio.timeout(120):
                 while True:
                     with contextlib.suppress(ApiError):
-                        if await client.request("GET", "/api/v1/namespaces", timeout=2.0):
-                            return
+                        await client.request("GET", "/api/v1/namespaces", timeout=2.0)
+                        # Resources of others come later: until then they are 503.
+                        if await client.serves("kvern.dev/v1alpha1", "inferenceservices"):
+                            await client.list("/apis/kvern.dev/v1alpha1/inferenceservices")
+                        return
                     await asyncio.sleep(0.1)
         finally:
             await client.close()
@@ -193,6 +198,7 @@ class World:
         self._ending: dict[str, float] = {}
         self._task: asyncio.Task | None = None
         self.errors: list[str] = []
+        self._numbers = itertools.count(1)  # of pods' addresses
 
     # ------------------------------------------------------------ life
 
@@ -321,6 +327,8 @@ class World:
                 await self._turn()
             except ApiError as error:
                 self.errors.append(str(error))
+            except Exception:  # a kubelet does not end because of what it is told
+                self.errors.append(traceback.format_exc())
             await asyncio.sleep(0.05)
 
     async def _heartbeat(self) -> None:
@@ -388,8 +396,8 @@ class World:
 
     async def _open_admin_port(self, name: str, uid: str) -> None:
         """An engine, as far as the operator knows one."""
-        number = len(self._addresses) + 1
-        address = f"127.86.{os.getpid() % 200}.{number}"
+        # A number of its own, also for a pod that comes back from a backup.
+        address = f"127.86.{os.getpid() % 200}.{next(self._numbers)}"
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
