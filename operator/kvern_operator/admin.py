@@ -23,6 +23,8 @@ from kvern_operator.relayout import UNKNOWN, SaidLayout
 from kvern_operator.relayout import read_layout as read_said
 from kvern_operator.waiting import wait_or_timeout
 
+LONGEST_ANSWER = 2**20  # bytes
+
 log = logging.getLogger("kvern.admin")
 
 
@@ -199,11 +201,12 @@ class Prober:
         url = f"http://{target.address}{path}"
         call = self._session.request(method, url, json=body, headers=headers, timeout=timeout)
         async with self._limit, call as answer:
-            if answer.status in (200, 202):
-                return await answer.json(content_type=None)
+            if answer.status not in (200, 202, 400):
+                raise ValueError(f"HTTP {answer.status}")
+            text = await _whole(answer)
             if answer.status == 400:
-                raise RefusedError(_error_of(await answer.text()))
-            raise ValueError(f"HTTP {answer.status}")
+                raise RefusedError(_error_of(text))
+            return json.loads(text)
 
     @property
     def pace(self) -> Pace:
@@ -213,6 +216,16 @@ class Prober:
     def report_changed(self, key: Key) -> None:
         """Passed on to whoever reconciles."""
         self._changed(key)
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> str:
+    """An answer's text; ValueError where it is longer than any answer of an engine."""
+    body = bytearray()
+    async for part in answer.content.iter_chunked(2**16):
+        body += part
+        if len(body) > LONGEST_ANSWER:
+            raise ValueError(f"an answer of over {LONGEST_ANSWER} bytes")
+    return body.decode("utf-8", "replace")
 
 
 class _Asked:

@@ -245,3 +245,9 @@ async def test_one_that_is_busy_or_has_failed_is_looked_at_again(engine, prober)
     await until(lambda: prober.reports(KEY)["p-1"].layout.failed == (2, "worker 1 died"))
     report = prober.reports(KEY)["p-1"]
     assert report.refused == () and report.layout.generation_for(2) == 10
+
+
+async def test_an_answer_without_end_is_not_read_to_it(engine, prober):
+    engine.load["note"] = "x" * 2**21
+    with pytest.raises(ValueError, match="an answer of over 1048576 bytes"):
+        await prober.call("GET", target(engine), "/admin/drain")

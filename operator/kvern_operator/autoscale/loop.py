@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Protocol
 
 from kvern_operator.api.status import InferenceServiceStatus
@@ -25,12 +25,14 @@ from kvern_operator.autoscale.signals import STALE, Signals, held_of
 from kvern_operator.autoscale.subject import Subject
 from kvern_operator.autoscale.terms import Held, Limits, Memory, Replica, View
 from kvern_operator.queue import Clock, Key
+from kvern_operator.stopwatch import Stopwatch
 
 log = logging.getLogger("kvern.autoscale")
 
 PERIOD = 5.0
 USUAL_START = 120.0  # seconds, before one has been seen
 SLOWEST_CHANGE = 3600.0  # seconds after which a change of layout that is not in place is taken back
+CHANGE = "the change of layout"  # its name beside those of replicas
 START_WEIGHT = 0.3  # of a new start in the average
 OTHERS_FIRST = 10**9  # priority of services whose number somebody else decides: theirs is not shared out
 
@@ -49,6 +51,7 @@ class _Known:
 
     uid: str
     memory: Memory
+    ages: Stopwatch  # of replicas and changes: the API server's clock and this machine's are two, and either may jump
     signals: Signals = field(default_factory=Signals)
     held: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # router's UID -> at, requests, tokens
     state: State | None = None  # with the clocks that status does not hold
@@ -224,9 +227,10 @@ class Autoscaler:
         """Add what the service's pods have said to what is known of it."""
         known = self._known.get(key)
         if known is None or known.uid != subject.uid:
-            known = self._known[key] = _Known(subject.uid, Memory.new(self._clock()))
+            known = self._known[key] = _Known(subject.uid, Memory.new(self._clock()), Stopwatch(self._clock))
         pods = [r.uid for r in subject.replicas]
         known.signals.keep(pods)
+        known.ages.keep([*pods, CHANGE])
         for uid in pods:
             if uid in round_.engines:
                 known.signals.add(round_.engines[uid])
@@ -244,7 +248,7 @@ class Autoscaler:
 
     def _question(self, key: Key, subject: Subject, limits: Limits) -> tuple[Limits, View, Memory, Sizes, Look, State]:
         known, now, wall = self._known[key], self._clock(), self._wall()
-        signals = known.signals
+        signals, today = known.signals, datetime.fromtimestamp(wall, UTC)
         view = View(
             now=now,
             current=subject.current,
@@ -252,7 +256,7 @@ class Autoscaler:
                 Replica(
                     uid=r.uid,
                     ready=r.ready,
-                    since=max(wall - r.changed, 0.0),
+                    since=known.ages.elapsed(r.uid, datetime.fromtimestamp(r.changed, UTC), today).total_seconds(),
                     unschedulable=r.unschedulable,
                     load=signals.load(r.uid, now) if r.ready else None,
                 )
@@ -272,7 +276,7 @@ class Autoscaler:
             pipeline=subject.pipeline,
             attainment=signals.attainment(limits.itl_slo, limits.ttft_slo, now),
             preempted=signals.preempted(now),
-            failed=subject.failed or _overdue(subject, wall),
+            failed=subject.failed or _overdue(subject, known.ages, today),
         )
         return limits, view, known.memory, subject.sizes, look, self._state(known, subject)
 
@@ -304,11 +308,11 @@ class Autoscaler:
         return made
 
 
-def _overdue(subject: Subject, wall: float) -> str:
+def _overdue(subject: Subject, ages: Stopwatch, now: datetime) -> str:
     plan = subject.plan
     if plan is None or plan.phase != "Changing" or plan.since is None:
         return ""
-    late = wall - plan.since.timestamp() > SLOWEST_CHANGE
+    late = ages.elapsed(CHANGE, plan.since, now).total_seconds() > SLOWEST_CHANGE
     return f"it is not in place after {SLOWEST_CHANGE / 60:.0f} minutes" if late else ""
 
 

@@ -29,10 +29,15 @@ class Space:
 
     def __init__(self, budget: int | None) -> None:
         self.budgets: dict[str, int | None] = {"team": budget}
-        self.now, self.silent = 100.0, set()
+        self.now, self.jumped, self.silent = 100.0, 0.0, set()
         self.used: dict[str, float] = {}
         self.loop = Autoscaler(
-            self._scrape, self, Counted(), lambda key: None, clock=lambda: self.now, wall=lambda: WALL + self.now
+            self._scrape,
+            self,
+            Counted(),
+            lambda key: None,
+            clock=lambda: self.now,
+            wall=lambda: WALL + self.now + self.jumped,
         )
 
     async def read(self, namespaces):
@@ -159,3 +164,17 @@ async def test_what_is_shown():
     found = space.loop.figures()[("team", "one")]
     assert (found.desired, found.ready) == (2, 2) and found.demand == 1200.0
     assert found.capacity is not None and math.isclose(found.capacity, 1600.0)
+
+
+async def test_a_clock_that_jumps_makes_no_replica_late():
+    """One that loads is late when it takes far longer than usual, by this process's clock."""
+    decisions = []
+    for jump in (0.0, 7200.0, -7200.0):
+        space = Space(budget=None)
+        space.used = {"one": 8000.0}
+        space.put("one", 2, ready=1)
+        await space.cycle()
+        space.jumped = jump
+        await space.cycle()
+        decisions.append(space.loop._made[("team", "one")].both.replicas)
+    assert decisions[0] == decisions[1] == decisions[2]
