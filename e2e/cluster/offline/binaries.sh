@@ -21,14 +21,16 @@ need() {
   fi
 }
 
-# module NAME VERSION PACKAGE@VERSION...: a module of its own whose tools are these packages.
+# module NAME KEY PACKAGE@VERSION...: a module of its own whose tools are these packages.
 module() {
   local dir=$CACHE/go/modules/$1@$2
   mkdir -p "$dir"
   cd "$dir"
+  [ ! -e resolved ] || return 0
   [ -f go.mod ] || go mod init "kvern.invalid/$1"
   if [ "$1" = shared ]; then replace_staging; fi
   go get -tool "${@:3}"
+  touch resolved
 }
 
 # Kubernetes' own go.mod names its libraries at v0.0.0, next door; a module outside must say where they are.
