@@ -100,7 +100,7 @@ version_flags() {
 
 # together HOME NAME...: programs of one module, those that are not there yet.
 together() {
-  local name missing=() all=() key start
+  local name missing=() all=() key start from
   for name in "${@:2}"; do need "$name" "${version[$name]}" && missing+=("$name"); done
   [ ${#missing[@]} -gt 0 ] || return 0
   for name in "${!home[@]}"; do [ "${home[$name]}" != "$1" ] || all+=("${package[$name]}@${version[$name]}"); done
@@ -108,13 +108,13 @@ together() {
   key=$(printf '%s\n' "${all[@]}" "$KUBERNETES_STAGING_VERSION" | sha256sum | cut -c1-12)
   module "$1" "$key" "${all[@]}"
   for name in "${missing[@]}"; do
-    start=$EPOCHREALTIME
+    start=$EPOCHREALTIME from=${package[$name]}
     if [ "$name" = coredns ]; then # with a main file of our own
       mkdir -p coredns
       cp "$OFFLINE_DIR"/cmd/coredns/main.go coredns/
-      package[coredns]=./coredns
+      from=./coredns
     fi
-    compile "${package[$name]}" "$CACHE/bin/.$name.part" "$(version_flags)" no_aufs,no_zfs,no_btrfs,no_devmapper
+    compile "$from" "$CACHE/bin/.$name.part" "$(version_flags)" no_aufs,no_zfs,no_btrfs,no_devmapper
     finish "$name" "${version[$name]}" "$start"
   done
 }
