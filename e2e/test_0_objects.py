@@ -144,6 +144,6 @@ def test_scale_reads_and_writes_replicas(crds: None) -> None:
         assert scale["spec"]["replicas"] == 5
         assert scale["status"]["selector"] == "kvern.dev/service=scaled,app.kubernetes.io/component=engine"
         columns = kubectl("-n", namespace, "get", "kvern").splitlines()[0].split()
-        assert columns == ["NAME", "MODEL", "TP", "READY", "DESIRED", "GPUS", "REASON", "URL", "AGE"]
+        assert columns == ["NAME", "MODEL", "TP", "READY", "DESIRED", "GPUS", "REASON", "SCALING", "URL", "AGE"]
     finally:
         kubectl("delete", "namespace", namespace, "--wait=false", check=False)

@@ -74,7 +74,7 @@ def test_what_kubectl_get_shows(operator: None, service: Callable[..., Service])
     one = service("tiny")
     one.wait_ready()
     head, row = kubectl("-n", one.namespace, "get", "infs").strip().splitlines()
-    assert head.split() == ["NAME", "MODEL", "TP", "READY", "DESIRED", "GPUS", "REASON", "URL", "AGE"]
+    assert head.split() == ["NAME", "MODEL", "TP", "READY", "DESIRED", "GPUS", "REASON", "SCALING", "URL", "AGE"]
     assert "AllReplicasReady" in row and "tiny" in row, row
     for category in ("kvern", "all"):
         assert "inferenceservice.kvern.dev/tiny" in kubectl("-n", one.namespace, "get", category, "-o", "name")

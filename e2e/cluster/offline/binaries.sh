@@ -69,8 +69,9 @@ one() {
   finish "$1" "$2" "$start"
 }
 
-# What is built on Kubernetes' libraries is one module, so that these are compiled once, in one version, and not five
-# times in five; but containerd, which wants those of another release. NAME -> version, package and module.
+# What is built on Kubernetes' libraries is one module, so that these are compiled once, in one version, and not four
+# times in four; but for containerd, which does not compile with those of another release, and metrics-server, which
+# compiles and does not start. NAME -> version, package and module.
 declare -A version package home
 program() { version[$1]=$2 package[$1]=$3 home[$1]=${4:-shared}; }
 for name in kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl kubeadm; do
@@ -87,7 +88,7 @@ program kind "$KIND_VERSION" sigs.k8s.io/kind
 program crictl "$CRICTL_VERSION" sigs.k8s.io/cri-tools/cmd/crictl
 program coredns "$COREDNS_VERSION" github.com/coredns/coredns
 program local-path-provisioner "$LOCAL_PATH_VERSION" github.com/rancher/local-path-provisioner
-program metrics-server "$METRICS_SERVER_VERSION" sigs.k8s.io/metrics-server/cmd/metrics-server
+program metrics-server "$METRICS_SERVER_VERSION" sigs.k8s.io/metrics-server/cmd/metrics-server metrics-server
 
 # What a program says its version is; names that a program has not are of no effect.
 version_flags() {
@@ -149,7 +150,7 @@ for group in "$@"; do
       together cni cni-host-local cni-loopback cni-ptp cni-portmap
       ours pause ;;
     engine) ours runc-wrap ;;
-    metrics) together shared metrics-server ;;
+    metrics) together metrics-server metrics-server ;;
     kwok) one kwok "$KWOK_VERSION" sigs.k8s.io/kwok/cmd/kwok ;;
     *) die "binaries.sh: no group '$group'; there are control, kubectl, scheduler, kind, helm, helm3, engine, node, metrics, kwok" ;;
   esac
