@@ -6,7 +6,6 @@ Everybody else is played by `Played`: it answers as they do until it is told to 
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -280,6 +279,7 @@ def test_a_worker_that_stops_is_given_up_in_the_end(tmp_path: Path) -> None:
 def test_a_process_that_is_stopped_is_given_up_sooner(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "100"]) as process:
         process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # until the system says so
         try:
             pod = Played(tmp_path, Layout(4, 1))
             pod.living = [("worker", 3, process.pid), ("worker", 1, os.getpid())]
@@ -289,7 +289,6 @@ def test_a_process_that_is_stopped_is_given_up_sooner(tmp_path: Path) -> None:
                 pod.now += 2.0
                 pod.switch.tick()
                 assert pod.switch.running and not pod.given_up
-                time.sleep(0.05)  # until the system says so
             pod.now += 2.0
             pod.dead = {("worker", 3), ("core", 3)}
             pod.switch.tick()

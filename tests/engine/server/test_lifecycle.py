@@ -308,8 +308,8 @@ class TestAdmin:
             refused = admin.post("/admin/layout", json={"tensor": 2, "generation": 1})
             assert refused.status_code == 400
             assert refused.json()["error"]["message"] == (
-                "tensor must be 1, the present size, got 2: this version of Kvern cannot change the layout of a "
-                "running pod on cuda:0 NVIDIA H200."
+                "tensor must be 1, the present size, got 2: on cuda:0 NVIDIA H200 that is for pods that were "
+                "started with KVERN_GPU_LAYOUT_SWITCH=1."
             )
             assert admin.post("/admin/layout", json={"tensor": 1, "generation": 5}).json()["generation"] == 5
             old = admin.post("/admin/layout", json={"tensor": 1, "generation": 4})
