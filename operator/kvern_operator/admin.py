@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from kvern_operator.answers import read_text
 from kvern_operator.observed import Fetch
 from kvern_operator.pods import read_fetch
 from kvern_operator.queue import Key
@@ -203,7 +204,7 @@ class Prober:
         async with self._limit, call as answer:
             if answer.status not in (200, 202, 400):
                 raise ValueError(f"HTTP {answer.status}")
-            text = await _whole(answer)
+            text = await read_text(answer, LONGEST_ANSWER)
             if answer.status == 400:
                 raise RefusedError(_error_of(text))
             return json.loads(text)
@@ -216,16 +217,6 @@ class Prober:
     def report_changed(self, key: Key) -> None:
         """Passed on to whoever reconciles."""
         self._changed(key)
-
-
-async def _whole(answer: aiohttp.ClientResponse) -> str:
-    """An answer's text; ValueError where it is longer than any answer of an engine."""
-    body = bytearray()
-    async for part in answer.content.iter_chunked(2**16):
-        body += part
-        if len(body) > LONGEST_ANSWER:
-            raise ValueError(f"an answer of over {LONGEST_ANSWER} bytes")
-    return body.decode("utf-8", "replace")
 
 
 class _Asked:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import aiohttp
 from yarl import URL
 
+from kvern_operator.answers import read_text
 from kvern_operator.autoscale.readings import (
     ENGINE_SERIES,
     HELD,
@@ -95,12 +96,7 @@ class Scraper:
             said = answer.headers.get(POD_HEADER, target.name)
             if said != target.name:
                 raise ValueError(f"{said} answers at its address")
-            body = bytearray()
-            async for part in answer.content.iter_chunked(2**16):
-                body += part
-                if len(body) > LONGEST_ANSWER:
-                    raise ValueError(f"an answer of over {LONGEST_ANSWER} bytes")
-            return body.decode("utf-8", "replace")
+            return await read_text(answer, LONGEST_ANSWER)
 
 
 class OwnThread:
