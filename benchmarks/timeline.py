@@ -21,6 +21,7 @@ GROUPS = (  # the first pattern found in a kernel's name decides
         "attention",
         ("_decode_kernel", "decode_fp8", "_merge_kernel", "_prefill_kernel", "fmha", "flash", "cudnn", "_gather"),
     ),
+    ("sums", ("peer_sum", "nccl")),
     ("norm", ("_rms_norm_kernel", "_norm_kernel")),
     ("rope + KV write", ("_rope_kernel",)),
     ("silu", ("_silu",)),

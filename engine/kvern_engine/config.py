@@ -191,6 +191,9 @@ class EngineConfig(BaseModel):
     distributed_timeout_seconds: float = _flag(
         300.0, "How long ranks and pods wait for each other when they start.", "Parallelism", gt=0
     )
+    disable_custom_all_reduce: bool = _flag(
+        False, "Sum over GPUs through NCCL alone, not through each other's memory.", "Parallelism"
+    )
 
     device: Literal["auto", "cuda", "cpu", "sim"] = _flag(
         "auto", "Where to compute; sim computes nothing and takes an H200's time.", "Execution"

@@ -68,7 +68,6 @@ REFUSED_FLAGS: dict[str, str] = {
     "max-long-partial-prefills": "use --long-prefill-token-threshold and --max-num-batched-tokens",
     "use-v2-block-manager": "was removed: there is one block manager",
     "worker-use-ray": "there is no Ray: --distributed-executor-backend is uni or mp",
-    "disable-custom-all-reduce": "comes with several devices; leave the flag out",
     "prefix-caching-hash-algo": "prefix hashes are always SHA-256; leave the flag out",
     "task": f"only text generation is offered; embeddings {_ARE_NOT_YET}",
     "runner": f"only text generation is offered; embeddings {_ARE_NOT_YET}",

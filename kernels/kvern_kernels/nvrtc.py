@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 _SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_TYPES = {torch.float8_e4m3fn: 0, torch.bfloat16: 9}  # CUtensorMapDataType: bytes, bfloat16
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_EARLY_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class CudaError(RuntimeError):
@@ -124,6 +126,9 @@ def _driver() -> _Driver:
     return _found[0]
 
 
+Argument: TypeAlias = TensorMap | Tensor | int | float | None
+
+
 class Kernel:
     """One entry function of `code`, loaded in the current context."""
 
@@ -135,22 +140,45 @@ class Kernel:
         check(lib.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"kernel {name}")
         check(lib.cuFuncSetAttribute(self._function, _SHARED_BYTES_ATTRIBUTE, shared_bytes), "shared memory")
 
-    def launch(self, blocks: int, threads: int, arguments: Sequence["TensorMap | Tensor | int | None"]) -> None:
-        """On the current stream; integers are 32 bits wide, tensors are passed by their addresses."""
+    def launch(self, blocks: int, threads: int, arguments: Sequence[Argument], early: bool = False) -> None:
+        """On the current stream; integers and floats are 32 bits wide, tensors are passed by their addresses. `early`:
+        as `launch_triton.early_launch`, for a kernel that waits for the one before it."""
         kept = [_raw(argument) for argument in arguments]
         addresses = (ctypes.c_void_p * len(kept))(
             *(one.address if isinstance(one, TensorMap) else ctypes.addressof(one) for one in kept)
         )
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = self._driver.lib.cuLaunchKernel(
-            self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, addresses, None
-        )
+        config = _LaunchConfig((blocks, 1, 1), (threads, 1, 1), self._shared, stream)
+        if early:
+            config.attributes, config.count = ctypes.pointer(_LaunchAttribute(_EARLY_ATTRIBUTE, 0, (1,))), 1
+        status = self._driver.lib.cuLaunchKernelEx(ctypes.byref(config), self._function, addresses, None)
         self._driver.check(status, "a launch")
 
 
-def _raw(argument: "TensorMap | Tensor | int | None") -> "TensorMap | ctypes.c_int32 | ctypes.c_uint64":
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: its value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+def _raw(argument: Argument) -> "TensorMap | ctypes.c_int32 | ctypes.c_float | ctypes.c_uint64":
     if isinstance(argument, TensorMap):
         return argument
     if isinstance(argument, int):
         return ctypes.c_int32(argument)
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
     return ctypes.c_uint64(0 if argument is None else argument.data_ptr())

@@ -30,6 +30,12 @@ class Build:
         """Nobody but the next norm reads what a branch of a layer gives, which may thus come in parts."""
         return self.group.size == 1 and self.shard.is_last
 
+    @property
+    def sums_in_norm(self) -> bool:
+        """The same, of ranks: what a branch gives is each rank's own share, which the next norm sums."""
+        width, dtype = self.config.hidden_size, self.dtype
+        return self.group.size > 1 and self.shard.is_last and self.group.sums_in_norm(width, dtype)
+
     def window(self, layer: int) -> int | None:
         """The window of a layer; None too where no sequence is longer."""
         window = self.config.window(layer)

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvern_engine.layers.build import Build
 from kvern_engine.layers.linear import Linear
 from kvern_engine.layers.parameters import Destinations, clear_padding, split_by_inputs, split_by_outputs
+from kvern_engine.parallel.groups import OwnShare
 from kvern_engine.parallel.layout import Slice
 from kvern_kernels import ScaledRows
 
@@ -33,7 +34,8 @@ class GatedMLP:
     def __init__(self, build: Build, held: Slice | None = None, total: int | None = None) -> None:
         config = build.config
         self.inner, self.total = held or build.shard.inner, total or config.intermediate_size
-        self._group, self._in_parts = build.group, build.in_parts
+        self._group = build.group
+        self._in_parts, self._sums_in_norm = build.in_parts, build.sums_in_norm
         self._act = activation(config.hidden_act)
         self._is_silu = config.hidden_act == "silu"
         self._scales_of_rows = config.fp8 is not None and config.fp8.per_channel
@@ -45,10 +47,12 @@ class GatedMLP:
         clear_padding(self.gate_up_proj, self.inner)
         clear_padding(self.down_proj, self.inner)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor | None:
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor | OwnShare | None:
         """For the norm that adds it to `residual`; None: it has been added."""
         if self._in_parts:
             return self.down_proj.before_norm(self.gated(x), residual)
+        if self._sums_in_norm:
+            return OwnShare(self.down_proj.parts(self.gated(x)), self._group)
         return self.project(x)
 
     def project(self, x: Tensor) -> Tensor:

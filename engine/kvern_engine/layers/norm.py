@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvern_engine.layers.parameters import Destination, Destinations, whole
 from kvern_engine.loading.parts import WeightPart
+from kvern_engine.parallel.groups import OwnShare
 from kvern_kernels import ScaledRows, add_rms_norm, add_rms_norm_fp8, add_rms_norm_scaled, rms_norm, rms_norm_fp8
 
 
@@ -23,11 +24,13 @@ class RMSNorm:
         """The norm of `x` [T, size]."""
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor | OwnShare | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual), both [T, size]. May overwrite `residual`. `x` may come in parts
-        (`Linear.parts`) or be None: nothing to add."""
+        (`Linear.parts`), as this rank's share, or be None: nothing to add."""
         if x is None:
             return self(residual), residual
+        if isinstance(x, OwnShare):
+            return x.group.add_rms_norm(x.x, residual, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def fp8(self, x: Tensor) -> ScaledRows:
@@ -74,8 +77,9 @@ class LayerNorm:
         """The norm of `x` [T, size]."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
-    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor | OwnShare | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual), both [T, size]. Overwrites `residual`. `x` None: nothing to add."""
+        assert not isinstance(x, OwnShare), "summed by RMSNorm alone"
         if x is not None:
             residual.add_(x)
         return self(residual), residual

@@ -8,6 +8,7 @@ from kvern_engine.layers.build import Build
 from kvern_engine.layers.linear import Linear
 from kvern_engine.layers.norm import RMSNorm
 from kvern_engine.layers.parameters import Destinations, split_by_inputs, split_by_outputs, whole
+from kvern_engine.parallel.groups import OwnShare
 from kvern_kernels import AttentionMetadata, ScaledRows, quantize_rows
 
 
@@ -20,7 +21,7 @@ class SelfAttention:
     def __init__(self, build: Build, layer: int) -> None:
         config, shard, group = build.config, build.shard, build.group
         self._config, self._group = config, group
-        self._in_parts = build.in_parts
+        self._in_parts, self._sums_in_norm = build.in_parts, build.sums_in_norm
         self._q, self._kv = shard.heads.times(config.head_dim), shard.kv_heads.times(config.head_dim)
         hidden, fp8 = config.hidden_size, config.fp8 is not None
         self.qkv_proj = Linear(
@@ -63,10 +64,12 @@ class SelfAttention:
         """What the heads give, [T, Hq * D]: before `output`."""
         return self.attention(self.qkv_proj.parts(x), positions, cos_sin, kv, meta, wanted)
 
-    def output(self, heads: Tensor, residual: Tensor) -> Tensor | None:
+    def output(self, heads: Tensor, residual: Tensor) -> Tensor | OwnShare | None:
         """The output projection, for the norm that adds it to `residual`; None: it has been added."""
         if self._in_parts:
             return self.o_proj.before_norm(heads, residual)
+        if self._sums_in_norm:
+            return OwnShare(self.o_proj.parts(heads), self._group)
         return self.project(heads)
 
     def project(self, heads: Tensor) -> Tensor:

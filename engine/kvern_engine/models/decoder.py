@@ -22,7 +22,7 @@ from kvern_engine.layers.rotary import rope_table
 from kvern_engine.layers.self_attention import SelfAttention
 from kvern_engine.loading.parts import WeightPart
 from kvern_engine.model_config import ModelConfig
-from kvern_engine.parallel.groups import ParallelContext
+from kvern_engine.parallel.groups import OwnShare, ParallelContext
 from kvern_kernels import AttentionMetadata, Fp8Weight, quantize_rows, restore_rows
 
 
@@ -41,16 +41,16 @@ class DecoderLayer(Protocol):
 
     def __call__(
         self,
-        x: Tensor | None,
+        x: Tensor | OwnShare | None,
         residual: Tensor,
         positions: Tensor,
         cos_sin: Tensor,
         kv: Tensor,
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
-        """`x` [T, H], maybe in parts: what the layer before computed and has not yet added to `residual` [T, H] (None:
-        nothing).
+    ) -> tuple[Tensor | OwnShare | None, Tensor]:
+        """`x` [T, H], maybe in parts or this rank's share: what the layer before computed and has not yet added to
+        `residual` [T, H] (None: nothing).
 
         Of the tokens that are not `wanted` only K and V are computed; the results are then [S, H]."""
         ...
@@ -146,12 +146,13 @@ class DecoderLM:
         """
         if residual is None:
             residual = self.embed(token_ids, positions)
-        x: Tensor | None = None
+        x: Tensor | OwnShare | None = None
         last = self.layers[-1] if self.norm is not None else None
         for layer, cos_sin, kv in zip(self.layers, self.tables(), kv_caches, strict=True):
             only = wanted if layer is last else None
             x, residual = layer(x, residual, positions, cos_sin, kv, meta, only)
         if self.norm is None:
+            assert not isinstance(x, OwnShare), "only the last stage has a norm to sum in"
             return residual if x is None else x + residual
         return self.norm.add(x, residual)[0]
 

@@ -20,6 +20,7 @@ from kvern_engine.layers.norm import CenteredRMSNorm
 from kvern_engine.layers.parameters import Destinations
 from kvern_engine.layers.self_attention import SelfAttention
 from kvern_engine.models.decoder import DecoderLM
+from kvern_engine.parallel.groups import OwnShare
 from kvern_kernels import AttentionMetadata
 
 
@@ -40,14 +41,14 @@ class GemmaDecoderLayer:
 
     def __call__(
         self,
-        x: Tensor | None,
+        x: Tensor | OwnShare | None,
         residual: Tensor,
         positions: Tensor,
         cos_sin: Tensor,
         kv: Tensor,
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Tensor | OwnShare | None, Tensor]:
         """See `DecoderLayer`."""
         x, residual = self.input_norm.add(x, residual)
         heads = self.attention(x, positions, cos_sin, kv, meta, wanted)

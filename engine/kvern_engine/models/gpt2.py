@@ -26,7 +26,7 @@ from kvern_engine.layers.parameters import (
 from kvern_engine.layers.self_attention import SelfAttention
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.models.decoder import DecoderLM
-from kvern_engine.parallel.groups import ParallelContext
+from kvern_engine.parallel.groups import OwnShare, ParallelContext
 from kvern_kernels import AttentionMetadata
 
 
@@ -61,14 +61,14 @@ class GPT2DecoderLayer:
 
     def __call__(
         self,
-        x: Tensor | None,
+        x: Tensor | OwnShare | None,
         residual: Tensor,
         positions: Tensor,
         cos_sin: Tensor,
         kv: Tensor,
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Tensor | OwnShare | None, Tensor]:
         """See `DecoderLayer`."""
         x, residual = self.input_norm.add(x, residual)
         heads = self.attention(x, positions, cos_sin, kv, meta, wanted)

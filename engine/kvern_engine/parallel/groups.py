@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -27,6 +27,10 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from kvern_engine.model_config import ModelConfig
 from kvern_engine.parallel.interfaces import use_interface
 from kvern_engine.parallel.layout import Layout, ModelShard, model_shard
+from kvern_kernels import add_rms_norm
+
+if TYPE_CHECKING:
+    from kvern_kernels.peer_sum import PeerSum
 
 JOIN_SECONDS = 120.0  # how long a rank waits for the others of its engine
 _POLL_SECONDS = 0.05
@@ -45,16 +49,32 @@ class RankMissingError(ValueError):
 
 
 class TensorGroup:
-    """The ranks that share the layers of a stage. `size` 1: every operation gives back what it got."""
+    """The ranks that share the layers of a stage. `size` 1: every operation gives back what it got. `peers`: GPUs that
+    write to each other's memory, which sums what it takes; the rest goes through torch.distributed."""
 
-    def __init__(self, size: int = 1, rank: int = 0, group: Any = None) -> None:
-        self.size, self.rank, self._group = size, rank, group
+    def __init__(self, size: int = 1, rank: int = 0, group: Any = None, peers: "PeerSum | None" = None) -> None:
+        self.size, self.rank, self._group, self._peers = size, rank, group, peers
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in `x` itself; the same bits on every rank."""
         if self.size > 1 and x.numel():
+            if self._peers is not None and self._peers.takes(x):
+                return self._peers.add_up(x)
             dist.all_reduce(x, group=self._group)
         return x
+
+    def sums_in_norm(self, width: int, dtype: torch.dtype) -> bool:
+        """A sum of rows of `width` numbers is fastest made by the norm behind it: `add_rms_norm`."""
+        return self._peers is not None and self._peers.fits(width, dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`kvern_kernels.add_rms_norm` of the sum of `x` over the ranks, where `sums_in_norm`."""
+        if not residual.numel():
+            return residual, residual
+        if self._peers is not None and weight.dtype == residual.dtype and self._peers.takes(residual):
+            return self._peers.add_rms_norm(x, residual, weight, eps)
+        own = x if x.dim() == 2 else x.sum(0).to(residual.dtype)
+        return add_rms_norm(self.all_reduce(own), residual, weight, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """`x` [R, n] of every rank side by side, [R, size * n], in rank order."""
@@ -64,6 +84,15 @@ class TensorGroup:
         gathered = x.new_empty(self.size * rows, width)
         _all_gather(gathered, x.contiguous(), group=self._group)
         return gathered.view(self.size, rows, width).transpose(0, 1).reshape(rows, self.size * width)
+
+
+@dataclass(frozen=True)
+class OwnShare:
+    """What a rank has of a sum over the ranks of `group` that is still to be made: `x` [T, H], or in parts to be added
+    up, [P, T, H] float32."""
+
+    x: Tensor
+    group: TensorGroup
 
 
 class Pipeline:
@@ -162,13 +191,15 @@ def init_parallel(
     rendezvous: str,
     device: torch.device | None = None,
     timeout: float = JOIN_SECONDS,
+    through_peers: bool = True,
 ) -> ParallelContext:
     """Meets the other ranks of `engine` and connects to them; one engine of a process.
 
     `rendezvous` is where: `file:///path` within a pod (a file that no earlier engine has used), `tcp://host:port`
     across pods, where the engine's first rank listens. `device`: where this rank computes; a CUDA device is talked to
-    through NCCL and must be the current one. `timeout` in seconds, for meeting and connecting. Raises RankMissingError;
-    ValueError for a bad rendezvous or a port that is taken.
+    through NCCL and must be the current one. `timeout` in seconds, for meeting and connecting. `through_peers`: GPUs of
+    one pod may sum by writing to each other's memory. Raises RankMissingError; ValueError for a bad rendezvous or a
+    port that is taken.
     """
     if layout.coordinates(rank)[0] != engine:
         raise ValueError(f"rank {rank} is not one of engine {engine} in {layout}")
@@ -182,7 +213,8 @@ def init_parallel(
     maker = _GroupMaker(store, max(begin + timeout, met + _LEAST_CONNECT_SECONDS), device)
     try:
         maker.make_world(within, size)
-        context = _connect(layout, engine, rank, maker)
+        one_pod = urlsplit(rendezvous).scheme == "file"
+        context = _connect(layout, engine, rank, maker, through_peers and one_pod)
         maker.finish(timeout)
     except RuntimeError as error:
         if not maker.is_late:
@@ -238,20 +270,33 @@ class _GroupMaker:
             group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=OPERATION_SECONDS))
 
 
-def _connect(layout: Layout, engine: int, rank: int, maker: _GroupMaker) -> ParallelContext:
+def tensor_group(
+    layout: Layout, rank: int, group: Any, device: torch.device | None, through_peers: bool
+) -> TensorGroup:
+    """Of the ranks of `group`, which share the layers of a stage and must all call this."""
+    tensor_rank = layout.coordinates(rank)[2]
+    if layout.tensor == 1 or device is None or device.type != "cuda" or not through_peers:
+        return TensorGroup(layout.tensor, tensor_rank, group)
+    from kvern_engine.parallel.peers import connect_peers  # Triton comes along, which a CPU has no use for
+
+    return TensorGroup(layout.tensor, tensor_rank, group, connect_peers(group, layout.tensor, tensor_rank, device))
+
+
+def _connect(layout: Layout, engine: int, rank: int, maker: _GroupMaker, through_peers: bool) -> ParallelContext:
     """The process groups of every stage and column; all ranks make all of them, in the same order."""
     device, first = maker.device, layout.ranks_of(engine)[0]
     _, stage, tensor_rank = layout.coordinates(rank)
     stages = [[r - first for r in layout.stage_ranks(engine, s)] for s in range(layout.pipeline)]
     if layout.pipeline == 1:
-        return ParallelContext(layout, rank, TensorGroup(layout.tensor, tensor_rank, dist.group.WORLD), device=device)
+        whole = tensor_group(layout, rank, dist.group.WORLD, device, through_peers)
+        return ParallelContext(layout, rank, whole, device=device)
     tensor_groups = [maker.make(ranks) if layout.tensor > 1 else None for ranks in stages]
     columns = [list(ranks) for ranks in zip(*stages, strict=True)]
     pipelines = [(maker.make(ranks), maker.make(ranks)) for ranks in columns]
     return ParallelContext(
         layout,
         rank,
-        TensorGroup(layout.tensor, tensor_rank, tensor_groups[stage]),
+        tensor_group(layout, rank, tensor_groups[stage], device, through_peers),
         Pipeline(stage, columns[tensor_rank], pipelines[tensor_rank]),
         device,
     )

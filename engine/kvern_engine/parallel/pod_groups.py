@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from kvern_engine.parallel.groups import OPERATION_SECONDS, ParallelContext, TensorGroup, meet, open_store
+from kvern_engine.parallel.groups import OPERATION_SECONDS, ParallelContext, TensorGroup, meet, open_store, tensor_group
 from kvern_engine.parallel.layout import Layout
 
 _LOOK_SECONDS = 0.0005  # how often it is looked whether the device is through
@@ -24,12 +24,21 @@ _LOOK_SECONDS = 0.0005  # how often it is looked whether the device is through
 class PodGroups:
     """One rank's connections to all ranks of its pod. Every rank must ask for the same layouts in the same order."""
 
-    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device, through_peers: bool = True) -> None:
         self.rank, self.world, self.device = rank, world, device
-        self._by_size: dict[int, Any] = {}  # tensor size -> this rank's group
+        self._through_peers = through_peers
+        self._by_size: dict[int, tuple[Any, TensorGroup]] = {}  # tensor size -> this rank's group
 
     @classmethod
-    def join(cls, rank: int, world: int, rendezvous: str, device: torch.device, timeout: float) -> "PodGroups":
+    def join(
+        cls,
+        rank: int,
+        world: int,
+        rendezvous: str,
+        device: torch.device,
+        timeout: float,
+        through_peers: bool = True,
+    ) -> "PodGroups":
         """Meets all ranks of the pod at `rendezvous`, as `init_parallel` does those of an engine; `timeout` in seconds.
         Raises RankMissingError, and ValueError for a bad rendezvous."""
         begin = time.monotonic()
@@ -44,7 +53,7 @@ class PodGroups:
             device_id=device if cuda else None,
             timeout=timedelta(seconds=OPERATION_SECONDS),
         )
-        made = cls(rank, world, device)
+        made = cls(rank, world, device, through_peers)
         made._first_contact()
         return made
 
@@ -60,10 +69,13 @@ class PodGroups:
         if layout.tensor == 1:
             return ParallelContext.single(self.rank, layout)
         if layout.tensor not in self._by_size:
-            self._by_size[layout.tensor] = self._make(layout)
-        group, tensor_rank = self._by_size[layout.tensor], layout.coordinates(self.rank)[2]
+            group = self._make(layout)
+            self._by_size[layout.tensor] = (
+                group,
+                tensor_group(layout, self.rank, group, self.device, self._through_peers),
+            )
+        group, tensor = self._by_size[layout.tensor]
         device = self.device if self.device.type == "cuda" else None
-        tensor = TensorGroup(layout.tensor, tensor_rank, group)
         return ParallelContext(layout, self.rank, tensor, device=device, group=group)
 
     def _make(self, layout: Layout) -> Any:

@@ -18,7 +18,7 @@ from kvern_engine.worker.load import random_weights
 from kvern_engine.worker.profile_plan import profile_plan
 from kvern_engine.worker.runner import Runner
 from kvern_engine.worker.tables import RowTables
-from kvern_kernels import Fp8Weight
+from kvern_kernels import Fp8Weight, add_rms_norm
 
 if TYPE_CHECKING:
     from kvern_engine.worker.worker import Worker
@@ -30,7 +30,17 @@ _MIXED = 6  # so many of the graphs with prompts, spread over the sizes
 
 
 class AloneGroup(TensorGroup):
-    """One rank of several, the others left out."""
+    """One rank of several, the others left out; what it runs is what a rank of `like` would."""
+
+    def __init__(self, size: int, rank: int, like: TensorGroup | None) -> None:
+        super().__init__(size, rank)
+        self._like = like
+
+    def sums_in_norm(self, width: int, dtype: torch.dtype) -> bool:
+        return self._like is not None and self._like.sums_in_norm(width, dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, weight, eps)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """`x`, as it is."""
@@ -53,18 +63,19 @@ def warm_other_layouts(worker: "Worker") -> list[Tensor | Fp8Weight]:
     for."""
     products: list[Tensor | Fp8Weight] = []
     for layout in other_layouts(worker):
-        if worker.groups is not None:
-            worker.groups.context(layout).tensor.all_reduce(torch.ones(1, device=worker.device))
-        model = _one_layer(worker, layout)
+        like = None if worker.groups is None else worker.groups.context(layout).tensor
+        if like is not None:
+            like.all_reduce(torch.ones(1, device=worker.device))
+        model = _one_layer(worker, layout, like)
         products += model.products()
         _run(worker, model)
         log.debug("warmed up for %s", layout)
     return products
 
 
-def _one_layer(worker: "Worker", layout: Layout) -> CausalLM:
+def _one_layer(worker: "Worker", layout: Layout, like: TensorGroup | None) -> CausalLM:
     config = replace(worker.model.config, num_layers=1)
-    group = AloneGroup(layout.tensor, layout.coordinates(worker.rank)[2])
+    group = AloneGroup(layout.tensor, layout.coordinates(worker.rank)[2], like)
     model = model_class(config.architecture)(
         config,
         max_positions=worker.max_model_len,

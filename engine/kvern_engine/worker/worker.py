@@ -261,12 +261,12 @@ class Worker:
         if self._rendezvous is None:
             raise ValueError(f"{self.layout} has several ranks an engine: each needs a process and a rendezvous")
         engine = self.layout.coordinates(self.rank)[0]
-        timeout = self.config.distributed_timeout_seconds
+        timeout, through_peers = self.config.distributed_timeout_seconds, not self.config.disable_custom_all_reduce
         if self._stays_connected:
             everybody = f"{self._rendezvous.rpartition('/')[0]}/rendezvous-pod"
-            self.groups = PodGroups.join(self.rank, self.layout.world, everybody, self.device, timeout)
+            self.groups = PodGroups.join(self.rank, self.layout.world, everybody, self.device, timeout, through_peers)
             return self.groups.context(self.layout)
-        return init_parallel(self.layout, engine, self.rank, self._rendezvous, self.device, timeout)
+        return init_parallel(self.layout, engine, self.rank, self._rendezvous, self.device, timeout, through_peers)
 
     def _make_runner(self, num_blocks: int) -> Runner:
         arena = self._arena(num_blocks)

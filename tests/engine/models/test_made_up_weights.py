@@ -100,12 +100,13 @@ def test_the_same_seed_gives_the_same_model(worker: Worker) -> None:
     assert not np.array_equal(run(other)[1][0], logits[0])
 
 
-def test_layouts_have_the_same_model(worker: Worker) -> None:
+@pytest.mark.parametrize("sums_in_norm", [False, True], ids=["", "sums in norms"])
+def test_layouts_have_the_same_model(worker: Worker, sums_in_norm: bool) -> None:
     """One layout for each family, in turn; a rank makes what it holds and nothing else."""
     number = list(BARE).index(worker.model.config.architecture)
     layout = [Layout(1, 2, 1), Layout(1, 1, 2), Layout(1, 2, 2)][number % 3]
     tokens, logits = run(worker)
-    results, found = run_ranks(config(worker.config.model, layout), plans())
+    results, found = run_ranks(config(worker.config.model, layout), plans(), sums_in_norm)
     assert [result.tokens for result in results] == tokens, str(layout)
     flat = [step[row].numpy() for step in found for row in (0, 1)]
     assert max(float(np.abs(a - b).max()) for a, b in zip(flat, logits, strict=True)) < 1e-4

@@ -36,9 +36,12 @@ class _Meeting:
 
 
 class _Group(TensorGroup):
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
+    def __init__(self, rank: int, meeting: _Meeting, sums_in_norm: bool) -> None:
         super().__init__(len(meeting.given), rank)
-        self._meeting = meeting
+        self._meeting, self._sums_in_norm = meeting, sums_in_norm
+
+    def sums_in_norm(self, width: int, dtype: torch.dtype) -> bool:
+        return self._sums_in_norm
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.size > 1 and x.numel():
@@ -81,8 +84,11 @@ class _Context(ParallelContext):
         pass
 
 
-def run_ranks(config: EngineConfig, plans: Sequence[StepPlan]) -> tuple[list[StepResult], list[dict[int, Any]]]:
-    """Results and logits (by row, of each plan) of the last stage's ranks, which must all have the same."""
+def run_ranks(
+    config: EngineConfig, plans: Sequence[StepPlan], sums_in_norm: bool = False
+) -> tuple[list[StepResult], list[dict[int, Any]]]:
+    """Results and logits (by row, of each plan) of the last stage's ranks, which must all have the same.
+    `sums_in_norm`: as on GPUs that reach each other's memory (`TensorGroup`)."""
     layout = Layout.of(config)
     meetings = [_Meeting(layout.tensor) for _ in range(layout.pipeline)]
     pipes = [[[queue.SimpleQueue() for _ in range(layout.pipeline)] for _ in range(2)] for _ in range(layout.tensor)]
@@ -92,7 +98,7 @@ def run_ranks(config: EngineConfig, plans: Sequence[StepPlan]) -> tuple[list[Ste
         _, stage, tensor_rank = layout.coordinates(rank)
         try:
             pipeline = _Pipes(stage, *pipes[tensor_rank]) if layout.pipeline > 1 else None
-            parallel = _Context(layout, rank, _Group(tensor_rank, meetings[stage]), pipeline)
+            parallel = _Context(layout, rank, _Group(tensor_rank, meetings[stage], sums_in_norm), pipeline)
             worker = Worker(config, rank, parallel=parallel)
             worker.load()
             pending = [worker.execute(plan, return_logits=worker.knows_tokens) for plan in plans]
