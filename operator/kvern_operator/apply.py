@@ -7,6 +7,7 @@ told by what it says of itself, not by what it was told before.
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvern_operator.admin import Prober
 from kvern_operator.api.status import InferenceServiceStatus
@@ -206,9 +207,17 @@ class Executor:
                 "uid": metadata["uid"],
                 "resourceVersion": metadata["resourceVersion"],
             },
-            "status": status.to_dict(),
+            "status": without_empty_maps(status.to_dict()),
         }
         self._mirror.status_written(key, await self._client.apply(body, status=True))
+
+
+def without_empty_maps(value: Any) -> Any:
+    """Of what is applied server-side: a map whose last entries are taken back by `{}` becomes null there, which the
+    CRD's schema refuses; one that is left out goes."""
+    if isinstance(value, dict):
+        return {name: without_empty_maps(item) for name, item in value.items() if item != {}}
+    return [without_empty_maps(item) for item in value] if isinstance(value, list) else value
 
 
 def _refusal(obj: Object, error: ApiError, *, with_revision: bool) -> Refusal:

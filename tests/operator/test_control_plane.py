@@ -12,12 +12,16 @@ import random
 import shutil
 import signal
 import time
+from datetime import UTC, datetime
 
 import pytest
 import yaml
 from control_plane import CRD, CRDS, ROOT, Plane, World, load_apiserver
 
+from kvern_operator.api.status import AutoscalingStatus, Decision, InferenceServiceStatus
+from kvern_operator.apply import Executor
 from kvern_operator.kube import ApiError, path_of
+from kvern_operator.mirror import Mirror
 
 TOOLS = load_apiserver().TOOLS
 MISSING = [n for n in ("etcd", "kube-apiserver", "kube-controller-manager") if not (TOOLS / n).exists()]
@@ -66,6 +70,21 @@ async def test_a_service_comes_up_and_then_nothing_is_written(plane, world):
     assert before
     await asyncio.sleep(12)  # a resync
     assert writes_of_operators(plane, world.namespace) == before
+
+
+async def test_a_decision_without_numbers_follows_one_with_them(plane, world):
+    """Maps of a status: what server-side apply makes of one whose entries are all gone must be valid, too."""
+    await world.apply()
+    executor = Executor(world.client, Mirror(), None)
+    for inputs, reason in (({"demandTokens": "12"}, "numbers"), ({}, "spec.replicas is 2"), ({"a": "1"}, "again")):
+        document = await world.service()
+        made = Decision(time=datetime.now(UTC), from_=1, to=2, reason=reason, inputs=inputs)
+        status = InferenceServiceStatus(autoscaling=AutoscalingStatus(last_decision=made, history=[made]))
+        await executor.write_status((world.namespace, "smol"), document, status)
+        found = (await world.service())["status"]["autoscaling"]
+        assert found["lastDecision"]["reason"] == reason
+        assert found["lastDecision"].get("inputs", {}) == inputs
+        assert found["history"][0].get("inputs", {}) == inputs
 
 
 async def test_on_one_gpu_the_new_pod_is_made_when_the_old_one_is_gone(plane, world):

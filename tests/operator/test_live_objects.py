@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from fake_cluster import FakeCluster, as_stored, service
 
+from kvern_operator.apply import without_empty_maps
 from kvern_operator.desired import meta
 from kvern_operator.settings import Settings
 
@@ -148,3 +149,10 @@ def test_a_claim_and_a_secret_are_never_deleted_by_reconcile():
     cluster.settle(service("cache: {pvc: {size: 1Gi}}"))
     kinds = {kind for kind, _ in cluster.plan(service("", generation=2)).delete}
     assert not kinds & {"PersistentVolumeClaim", "Secret"}
+
+
+def test_a_status_is_applied_without_empty_maps():
+    """Server-side apply makes null of a map that `{}` empties, and the CRD refuses that (test_control_plane.py)."""
+    given = {"mode": "External", "lastDecision": {"to": 2, "inputs": {}, "terms": []}, "history": [{"inputs": {}}, {}]}
+    expected = {"mode": "External", "lastDecision": {"to": 2, "terms": []}, "history": [{}, {}]}
+    assert without_empty_maps(given) == expected
