@@ -15,6 +15,7 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -106,11 +107,11 @@ def worker_main(config_json: bytes, rank: int, engine: int, socket_dir: str) -> 
     try:
         during = "load"
         try:
-            worker = create_worker(config, rank, rendezvous_of(socket_dir, engine))
-            ready = worker.load(lambda phase, share: _try_send(results, WorkerProgress(rank, phase, share)))
+            tell = partial(_tell_supervisor, context, socket_dir)
+            serving = _load(config, rank, rendezvous_of(socket_dir, engine), results, tell)
             during = "step"
-            outbox = _Outbox(results, worker.is_asynchronous, rank, _answers(worker))
-            _serve(Switching(worker, ready, partial(_tell_supervisor, context, socket_dir)), plans, outbox)
+            outbox = _Outbox(results, serving.worker.is_asynchronous, rank, _answers(serving.worker))
+            _serve(serving, plans, outbox)
         except Exception as error:
             _log_failure(during, error)
             _last_words(results, _failure(rank, during, error))
@@ -119,6 +120,20 @@ def worker_main(config_json: bytes, rank: int, engine: int, socket_dir: str) -> 
         plans.close()
         results.close()
         context.term()
+
+
+def _load(
+    config: EngineConfig,
+    rank: int,
+    rendezvous: str,
+    results: "zmq.Socket[bytes]",
+    tell: Callable[[Switched], None],
+) -> Switching:
+    """What holds the worker from now on, and nobody else: after a switch of the layout the memory of the one before,
+    its weights above all, is to be free."""
+    worker = create_worker(config, rank, rendezvous)
+    ready = worker.load(lambda phase, share: _try_send(results, WorkerProgress(rank, phase, share)))
+    return Switching(worker, ready, tell)
 
 
 def rendezvous_of(socket_dir: str, engine: int) -> str:

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import threading
 import traceback
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from kvern_engine.core.plan import StepPlan, StepResult, WorkerReady
 from kvern_engine.ipc import AddRequest, TokenOutput
 from kvern_engine.parallel.layout import Layout
 from kvern_engine.parallel.messages import Finish, MoveKv, Reform, Switched
+from kvern_engine.worker.runner import Runner
 from kvern_engine.worker.switching import Switching
 from kvern_engine.worker.worker import Worker
+from kvern_engine.worker_client import InprocWorkerClient
 
 ANSWER_SECONDS = 120.0
 
@@ -33,9 +36,7 @@ def _rank_main(pipe: Connection) -> None:
         kind, *given = job
         try:
             if kind == "load":
-                config, rank, rendezvous, connected = given
-                worker = Worker(config, rank, rendezvous=rendezvous, stays_connected=connected)
-                serving = Switching(worker, worker.load(), pipe.send)
+                serving = _load(pipe, *given)
                 pipe.send(serving.ready)
             elif kind == "plan":
                 assert serving is not None
@@ -47,13 +48,40 @@ def _rank_main(pipe: Connection) -> None:
                 assert serving is not None
                 serving.worker.reset()
             elif kind == "held":
+                alive = _alive()
                 gc.collect()
-                pipe.send((len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), _threads()))
+                files = len(list(Path("/proc/self/fd").iterdir()))
+                pipe.send((files, threading.active_count(), _threads(), *alive))
             else:
                 assert serving is not None
                 serving.handle(given[0])  # tells the pipe
         except Exception as error:
             pipe.send({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
+
+
+def left_alone(config: EngineConfig, requests: Iterable[AddRequest]) -> dict[str, list[int]]:
+    """What one rank in this process that nobody disturbs answers: the token ids of each `request/choice`."""
+    client = InprocWorkerClient(Worker(config))
+    core = EngineCore.from_config(0, config, client.wait_ready(), client, ())
+    for request in requests:
+        core.add_request(request)
+    found: dict[str, list[int]] = {}
+    while not core.idle:
+        for outputs in core.step().values():
+            for output in outputs:
+                found.setdefault(f"{output.request_id}/{output.index}", []).extend(output.token_ids)
+    return found
+
+
+def _load(pipe: Connection, config: EngineConfig, rank: int, rendezvous: str, connected: bool) -> Switching:
+    worker = Worker(config, rank, rendezvous=rendezvous, stays_connected=connected)
+    return Switching(worker, worker.load(), pipe.send)
+
+
+def _alive() -> tuple[int, int]:
+    """Workers and runners that there are, before anything looks for cycles: on a GPU each has gigabytes."""
+    found = gc.get_objects()
+    return sum(isinstance(o, Worker) for o in found), sum(isinstance(o, Runner) for o in found)
 
 
 def _threads() -> int:
@@ -195,7 +223,8 @@ class SwitchingPod:
         for core, handover in zip(self.cores, handovers, strict=True):
             core.scheduler.take_over(handover.unmoved())
 
-    def held(self) -> list[tuple[int, int, int]]:
+    def held(self) -> list[tuple[int, ...]]:
+        """Of each rank: open files, threads of Python, threads, workers, runners."""
         for pipe in self.pipes:
             pipe.send(("held",))
         return [answer(pipe) for pipe in self.pipes]

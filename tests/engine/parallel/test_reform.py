@@ -4,15 +4,12 @@ The model is made up, eight heads and four KV heads on four ranks: at four ranks
 """
 
 import pytest
-from switch_harness import SwitchingPod
+from switch_harness import SwitchingPod, left_alone
 
 from kvern_engine.config import EngineConfig
-from kvern_engine.core.loop import EngineCore
 from kvern_engine.ipc import AddRequest
 from kvern_engine.parallel.messages import Finish, MoveKv, Reform
 from kvern_engine.request import SamplingParams
-from kvern_engine.worker.worker import Worker
-from kvern_engine.worker_client import InprocWorkerClient
 
 
 def config(model: str, data: int, tensor: int, **fields: object) -> EngineConfig:
@@ -36,17 +33,7 @@ def requests(count: int, tokens: int = 40) -> list[AddRequest]:
 @pytest.fixture(scope="module")
 def undisturbed(made_path: str) -> dict[str, list[int]]:
     """What one rank that is left alone answers."""
-    made = config(made_path, 1, 1)
-    client = InprocWorkerClient(Worker(made))
-    core = EngineCore.from_config(0, made, client.wait_ready(), client, ())
-    for request in requests(8):
-        core.add_request(request)
-    found: dict[str, list[int]] = {}
-    while not core.idle:
-        for outputs in core.step().values():
-            for output in outputs:
-                found.setdefault(f"{output.request_id}/{output.index}", []).extend(output.token_ids)
-    return found
+    return left_alone(config(made_path, 1, 1), requests(8))
 
 
 @pytest.mark.parametrize("tight", [False, True], ids=["two arenas", "one arena"])
@@ -87,6 +74,7 @@ def test_a_switch_leaves_nothing_behind(made_path: str, tmp_path_factory: pytest
         for tensor in (2, 4, 1):
             pod.switch(tensor)
         first = pod.held()
+        assert [rank[-2:] for rank in first] == [(1, 1)] * 4, "one worker and one runner a rank"
         for tensor in (2, 4, 1) * 3:
             pod.switch(tensor)
         assert pod.held() == first

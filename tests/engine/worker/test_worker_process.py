@@ -150,3 +150,21 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
         context.term()
         if parent.poll() is None:
             parent.kill()
+
+
+def test_only_who_serves_holds_the_worker(tmp_path: Path) -> None:
+    """A switch of the layout puts another worker in its place: what the first one had, its weights above all, is to be
+    free then."""
+    code = (
+        "import sys, weakref\n"
+        "from kvern_engine.worker import process\n"
+        "def serve(serving, plans, outbox):\n"
+        "    first = weakref.ref(serving.worker)\n"
+        "    serving.worker = None\n"
+        "    print('free' if first() is None else 'held', flush=True)\n"
+        "process._serve = serve\n"
+        "process.worker_main(sys.stdin.buffer.read(), 0, 0, sys.argv[1])\n"
+    )
+    config = EngineConfig(model="sim", device="sim").model_dump_json()
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], input=config, capture_output=True, text=True)
+    assert done.stdout.strip() == "free", done.stderr
