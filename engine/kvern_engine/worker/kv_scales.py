@@ -31,12 +31,12 @@ def probe_plan(vocab_size: int, tokens: int, block_size: int) -> StepPlan:
     return StepPlan(0, [], [row], [], [], [0], [0], [tokens], [False])
 
 
-def scales_of(arena: Tensor, group: TensorGroup) -> Tensor:
-    """The scales of K and V of each layer, [layers, 2] float32, by the largest numbers in `arena` [layers, 2, Hkv, N,
-    bs, D] of any rank of `group`."""
-    largest = arena.abs().amax(dim=(2, 3, 4, 5)).float()
+def scales_of(arena: Sequence[Tensor], group: TensorGroup) -> Tensor:
+    """The scales of K and V of each layer, [layers, 2] float32, by the largest numbers in `arena`, [2, Hkv, N, bs, D]
+    each, of any rank of `group`."""
+    largest = torch.stack([layer.abs().amax(dim=(1, 2, 3, 4)) for layer in arena]).float()
     ranks = group.all_gather(largest.view(1, -1)).view(group.size, *largest.shape)
-    wanted = torch.tensor([LARGEST_K, LARGEST_V], dtype=torch.float32, device=arena.device)
+    wanted = torch.tensor([LARGEST_K, LARGEST_V], dtype=torch.float32, device=largest.device)
     return (ranks.amax(0) / wanted).clamp(min=_LEAST)
 
 
@@ -48,8 +48,8 @@ def calculate(
     tokens = min(MOST_TOKENS, most_tokens, tables.tokens.shape[1] - 1)
     plan = probe_plan(tables.vocab_size, tokens, block_size)
     shard, blocks = model.shard, len(plan.added[0].blocks)
-    shape = (shard.num_layers, 2, shard.kv_heads.size, blocks, block_size, model.config.head_dim)
-    arena = torch.zeros(shape, dtype=model.dtype, device=tables.device)
+    shape = (2, shard.kv_heads.size, blocks, block_size, model.config.head_dim)
+    arena = [torch.zeros(shape, dtype=model.dtype, device=tables.device) for _ in range(shard.num_layers)]
     Runner(model, tables, arena, most_tokens).execute(plan).result()
     tables.clear()
     scales = scales_of(arena, group)

@@ -5,6 +5,7 @@ What goes where is planned in `parallel/reshard.py` and `parallel/kv_reshard.py`
 models without memory (torch's meta device). Until the second one serves, nothing of the first is touched.
 """
 
+import functools
 import gc
 import logging
 import sys
@@ -19,6 +20,7 @@ from torch import Tensor
 from kvern_engine.core.plan import WorkerReady
 from kvern_engine.layers.parameters import pieces
 from kvern_engine.loading.parts import WeightPart
+from kvern_engine.logs import fields
 from kvern_engine.models.registry import CausalLM, model_class
 from kvern_engine.parallel.exchange import (
     Transfer,
@@ -144,12 +146,14 @@ class Reformed:
         """Take the blocks out of the old arena and free it, with the graphs that were recorded over it."""
         before = self._before
         assert before.runner is not None
-        self._staged = StagedKv(before.runner.arena, blocks, self._room())
-        if self._staged.host_bytes:
-            log.warning("the host keeps %d bytes of KV while the layout changes", self._staged.host_bytes)
         self._had_graphs = before.runner.graphs is not None
-        before.runner = None
-        self._empty_cache()
+        arena, before.runner = before.runner.arena, None  # nothing of a runner holds itself: its graphs are gone
+        room = self._room()
+        staged = self._staged = StagedKv(arena, blocks, room, self._empty_cache)
+        sizes = {"bytes": staged.nbytes, "room_bytes": room, "host_bytes": staged.host_bytes}
+        log.info("layout: KV that outlives its arena", extra=fields(**sizes))
+        if staged.host_bytes:
+            log.warning("the host keeps %d bytes of KV while the layout changes", staged.host_bytes)
 
     def _room(self) -> int:
         """Bytes that can be taken on the device now."""
@@ -220,40 +224,14 @@ class Reformed:
     def move_kv(self, moves: Sequence[tuple[int, int, list[tuple[int, int]]]]) -> dict[str, float]:
         """Bring the blocks where they belong; seconds by what took them."""
         before, after = self._before, self.worker
-        assert after.runner is not None
         seconds: dict[str, float] = {}
         with _Stopwatch(seconds, "kv", before.device):
             blocks = {(old, new): pairs for old, new, pairs in moves}
             plan = plan_kv_moves(before.model.config, before.layout, after.layout, blocks)
-            want, have = as_integers(after.runner.arena), self._kv_source()
-            held = before.model.shard.kv_heads.start, after.model.shard.kv_heads.start
-            # [layers, 2, heads, blocks, block_size, head_dim]: what one head of one block takes.
-            each = want.shape[0] * 2 * want.shape[4] * want.shape[5] * want.itemsize
-
-            def take(move: KvMove) -> Tensor:
-                return have.take(slice(move.heads[0] - held[0], move.heads[1] - held[0]), move.old)
-
-            def put(move: KvMove, data: Tensor) -> None:
-                heads = want[:, :, move.heads[0] - held[1] : move.heads[1] - held[1]]
-                heads.index_copy_(3, torch.tensor(move.new, device=want.device), data)
-
-            def unpack(move: KvMove, data: Tensor) -> None:
-                shape = want.shape[0], 2, move.heads[1] - move.heads[0], len(move.new), *want.shape[4:]
-                put(move, data.view(want.dtype).view(shape))
-
-            for move in plan:
-                if move.source == move.target == before.rank:
-                    for part in in_slices(move, each, self._slice):
-                        put(part, take(part))
-            exchange(
-                self._transfer,
-                before.rank,
-                kv_rounds(plan, each, self._slice),
-                lambda move: each * (move.heads[1] - move.heads[0]) * len(move.old),
-                lambda move: as_bytes(take(move)),
-                unpack,
-                before.device,
-            )
+            assert after.runner is not None
+            layers = _Layers(plan, self._kv_source(), before, after, self._slice)
+            for number, layer in enumerate(after.runner.arena):
+                layers.move(number, layer, self._transfer)
             self._settle()
         del self._transfer  # the ranks are done with each other
         return seconds
@@ -263,6 +241,53 @@ class Reformed:
             return self._staged
         assert self._before.runner is not None
         return ArenaKv(self._before.runner.arena)
+
+
+class _Layers:
+    """What `plan` asks of this rank, one layer after the other: blocks that it keeps, gives and gets, in slices of at
+    most about `most_bytes`."""
+
+    def __init__(
+        self, plan: Sequence[KvMove], source: KvSource, before: Worker, after: Worker, most_bytes: int
+    ) -> None:
+        self._source, self._rank, self._device = source, before.rank, before.device
+        self._held = before.model.shard.kv_heads.start, after.model.shard.kv_heads.start
+        # [2, heads, blocks, block_size, head_dim]: what one head of one block takes.
+        self._each = 2 * after.config.block_size * after.model.config.head_dim * after._kv_dtype.itemsize
+        own = (move for move in plan if move.source == move.target == before.rank)
+        self._own = [part for move in own for part in in_slices(move, self._each, most_bytes)]
+        self._rounds = kv_rounds(plan, self._each, most_bytes)
+        self._places = functools.cache(source.places)
+        self._index = functools.cache(lambda blocks: torch.tensor(blocks, dtype=torch.int64, device=before.device))
+
+    def move(self, number: int, layer: Tensor, transfer: Transfer) -> None:
+        """Fills `layer`, the new arena's of this number, [2, heads, blocks, block_size, head_dim]; gives others what
+        they need of it."""
+        into = as_integers(layer)
+
+        def take(move: KvMove) -> Tensor:
+            first, end = (head - self._held[0] for head in move.heads)
+            return self._source.take(number, slice(first, end), self._places(move.old))
+
+        def put(move: KvMove, data: Tensor) -> None:
+            first, end = (head - self._held[1] for head in move.heads)
+            into[:, first:end].index_copy_(2, self._index(move.new), data)
+
+        def unpack(move: KvMove, data: Tensor) -> None:
+            shape = 2, move.heads[1] - move.heads[0], len(move.new), *into.shape[3:]
+            put(move, data.view(into.dtype).view(shape))
+
+        for part in self._own:
+            put(part, take(part))
+        exchange(
+            transfer,
+            self._rank,
+            self._rounds,
+            lambda move: self._each * (move.heads[1] - move.heads[0]) * len(move.old),
+            lambda move: as_bytes(take(move)),
+            unpack,
+            self._device,
+        )
 
 
 class _Stopwatch:

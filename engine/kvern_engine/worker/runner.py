@@ -13,6 +13,7 @@ from kvern_engine.models.registry import CausalLM
 from kvern_engine.worker.batch import BatchBuilder, SamplingBatch, StepBatch
 from kvern_engine.worker.graphs import IN_GRAPH, DecodeGraphs, Edits, GraphRecorder
 from kvern_engine.worker.invariant import Tiles, tile_size
+from kvern_engine.worker.kv_store import as_integers
 from kvern_engine.worker.logprobs import LogprobTensors, compute_in_chunks, compute_logprobs
 from kvern_engine.worker.mixed_graphs import MixedGraphs, MixedStep
 from kvern_engine.worker.pending import DeviceClock, Pending, RowLogprobs, to_host
@@ -23,7 +24,7 @@ from kvern_engine.worker.tables import Feature, RowTables
 
 
 class Runner:
-    """Runs steps of `model` over `arena` [num_layers, 2, Hkv, N, bs, D] with the state in `tables`.
+    """Runs steps of `model` over `arena`, a layer [2, Hkv, N, bs, D] each, with the state in `tables`.
 
     `link`: the model is one stage of several; what only the last one knows (tokens, logprobs, logits) is missing in the
     others' results. `invariant`: a row's numbers do not depend on the others (`invariant.py`).
@@ -33,16 +34,15 @@ class Runner:
         self,
         model: CausalLM,
         tables: RowTables,
-        arena: Tensor,
+        arena: list[Tensor],
         max_num_batched_tokens: int,
         link: StageLink | None = None,
         invariant: bool = False,
     ) -> None:
         self.model, self.tables, self.arena = model, tables, arena
         self._link = link
-        self._kv_caches = list(arena.unbind(0))
         self._builder = BatchBuilder(tables, max_num_batched_tokens)
-        self._tiles = Tiles(model, tables, self._kv_caches, tile_size(tables.device)) if invariant else None
+        self._tiles = Tiles(model, tables, arena, tile_size(tables.device)) if invariant else None
         self._compute_logits = model.compute_logits if self._tiles is None else self._tiles.compute_logits
         self._sampler = Sampler(tables, fixed_shapes=invariant)
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -53,7 +53,7 @@ class Runner:
     def add_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
         """From now on steps run as CUDA graphs where they can, captured when they are first needed if not before."""
         recorder = GraphRecorder(self.tables.device)
-        common = (self.model, self.tables, self._kv_caches, recorder)
+        common = (self.model, self.tables, self.arena, recorder)
         self.graphs = DecodeGraphs(*common)
         self.mixed_graphs = MixedGraphs(*common, self._max_num_batched_tokens)
         return self.graphs, self.mixed_graphs
@@ -110,7 +110,7 @@ class Runner:
     def _compute(self, batch: StepBatch, wanted: Wanted | None, residual: Tensor | None) -> Tensor:
         if self._tiles is not None:
             return self._tiles.forward(batch, residual)
-        arguments = batch.token_ids, batch.positions, self._kv_caches, batch.meta, wanted
+        arguments = batch.token_ids, batch.positions, self.arena, batch.meta, wanted
         return self.model.forward(*arguments) if residual is None else self.model.forward(*arguments, residual)
 
     def _replay(self, plan: StepPlan, edits: Edits | None, clock: DeviceClock) -> Pending | None:
@@ -148,11 +148,10 @@ class Runner:
         return Pending(plan.step, clock, step.rows[sampling].tolist(), tokens, picked=sampling.tolist())
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copies whole blocks within the arena, all layers at once, all reads before all writes."""
-        source, target = to_device(np.array(copies, dtype=np.int64), self.arena.device).unbind(1)
-        # As integers of the same size: torch does not index tensors in FP8.
-        blocks = self.arena.view(torch.uint8) if self.arena.itemsize == 1 else self.arena
-        blocks.index_copy_(3, target, blocks.index_select(3, source))
+        """Copies whole blocks within each layer, all reads before all writes."""
+        source, target = to_device(np.array(copies, dtype=np.int64), self.tables.device).unbind(1)
+        for layer in map(as_integers, self.arena):
+            layer.index_copy_(2, target, layer.index_select(2, source))
 
     def _sample_from(self, logits: Tensor, sampling: SamplingBatch, pending: Pending) -> None:
         tokens = self._sampler(logits, sampling)

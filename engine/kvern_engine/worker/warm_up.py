@@ -98,8 +98,8 @@ def _run(worker: "Worker", model: CausalLM) -> None:
         vocab_size=model.config.vocab_size,
         device=worker.device,
     )
-    arena = torch.zeros(1, 2, heads, 1, size, head_dim, dtype=model.dtype, device=worker.device)
-    runner = Runner(model, tables, arena, tokens)
+    layer = torch.zeros(2, heads, 1, size, head_dim, dtype=model.dtype, device=worker.device)
+    runner = Runner(model, tables, [layer], tokens)
     runner.execute(profile_plan(tokens, limits.max_num_seqs, worker.max_model_len, size)).result()
     if worker.device.type == "cuda" and model.capturable:
         decode, mixed = runner.add_graphs()

@@ -353,10 +353,14 @@ class Worker:
         log.warning("cpu_offload_gb=%g: %s", self.config.cpu_offload_gb, plan)
         return plan
 
-    def _arena(self, num_blocks: int) -> Tensor:
-        """The KV cache of this rank, [layers, 2, Hkv, num_blocks, block_size, head_dim] of its layers and heads."""
+    def _arena(self, num_blocks: int) -> list[Tensor]:
+        """The KV cache of this rank: a tensor [2, Hkv, num_blocks, block_size, head_dim] of its heads for each of its
+        layers, each with memory of its own, which can be given back while others are in use."""
+        return [self._arena_layer(num_blocks) for _ in range(self.model.shard.num_layers)]
+
+    def _arena_layer(self, num_blocks: int) -> Tensor:
         shard, head_dim = self.model.shard, self.model.config.head_dim
-        shape = (shard.num_layers, 2, shard.kv_heads.size, num_blocks, self.config.block_size, head_dim)
+        shape = (2, shard.kv_heads.size, num_blocks, self.config.block_size, head_dim)
         dtype = self._kv_dtype
         size = math.prod(shape) * dtype.itemsize
         if self.device.type == "cuda":

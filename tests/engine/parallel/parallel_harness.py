@@ -65,7 +65,7 @@ def _run(config: EngineConfig, rank: int, rendezvous: str, plans: list[StepPlan]
             "logits": [_as_numpy(each.logits) for each in pending] if logits_too else None,
             "tokens": worker.tables.tokens.cpu().numpy(),
             "parts": {name: held.part for name, held in worker.model.destinations().items()},
-            "arena": tuple(worker.runner.arena.shape),  # type: ignore[union-attr]
+            "arena": [tuple(layer.shape) for layer in worker.runner.arena],  # type: ignore[union-attr]
             "read": read,
         }
     finally:

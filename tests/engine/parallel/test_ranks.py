@@ -90,7 +90,7 @@ def test_the_rank_with_the_least_room_decides(made_path: str, ranks: Ranks) -> N
     assert not [answer["trace"] for answer in answers if "error" in answer]
     assert [answer["ready"].num_blocks for answer in answers] == [7] * 4
     # [layers, 2, KV heads, blocks, block_size, head_dim]: five layers in two stages, four KV heads on two ranks each.
-    assert [answer["arena"] for answer in answers] == [(3, 2, 2, 7, 16, 16)] * 2 + [(2, 2, 2, 7, 16, 16)] * 2
+    assert [answer["arena"] for answer in answers] == [[(2, 2, 7, 16, 16)] * 3] * 2 + [[(2, 2, 7, 16, 16)] * 2] * 2
     assert [answer["ready"].kv_bytes for answer in answers] == [7 * 3 * 2 * 2 * 16 * 16 * 4] * 2 + [
         7 * 2 * 2 * 2 * 16 * 16 * 4
     ] * 2

@@ -148,7 +148,7 @@ def test_weights_are_never_wider_than_they_come(tmp_path: Path) -> None:
 def test_scales_of_the_kv_cache_come_from_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     packed, _ = make(tmp_path, "tensor", False, kv=True)
     worker = load(packed)  # auto: the checkpoint says so
-    assert worker.runner is not None and worker.runner.arena.dtype == FP8
+    assert worker.runner is not None and worker.runner.arena[0].dtype == FP8
     layers = worker.model.layers  # type: ignore[attr-defined]
     assert torch.allclose(layers[1].attention.attention.kv_scales, torch.tensor([[0.03, 0.03], [0.015, 0.015]]))
     assert "brings no scales" not in caplog.text

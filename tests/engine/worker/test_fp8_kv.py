@@ -50,7 +50,7 @@ def test_logits_are_near_those_of_a_wide_cache(tiny_path: str, name: str) -> Non
 def test_chunks_change_nothing(tiny_path: str) -> None:
     """A token of this step is read as it was stored, like one of an earlier step or of a cached prefix."""
     worker = make(tiny_path, kv_cache_dtype="fp8")
-    assert worker.runner is not None and worker.runner.arena.dtype == FP8
+    assert worker.runner is not None and worker.runner.arena[0].dtype == FP8
     whole = logits(worker, [len(IDS)])
     torch.testing.assert_close(logits(worker, [1, 17, 18, 64, len(IDS)]), whole, rtol=2e-3, atol=2e-3)
 
@@ -92,7 +92,8 @@ def test_scales_are_found_at_start(tiny_path: str, caplog: pytest.LogCaptureFixt
     error = float((logits(worker, [len(IDS)]) - cache).norm() / cache.norm())
     assert 1e-4 < error < 0.05
     assert worker.runner is not None
-    stored = worker.runner.arena.float().abs().amax(dim=(2, 3, 4, 5))  # of the prompt above, not of that of the start
+    layers = torch.stack(worker.runner.arena)
+    stored = layers.float().abs().amax(dim=(2, 3, 4, 5))  # of the prompt above, not of that of the start
     assert (stored[:, 0] < 448).all() and (stored[:, 0] > 50).all()
     assert (stored[:, 1] < 448).all() and (stored[:, 1] > 25).all()
 

@@ -157,9 +157,11 @@ def test_a_plan_without_rows() -> None:
 
 def test_copies_read_before_they_write() -> None:
     runner = FixedRunner(torch.zeros(8))
-    runner.runner.arena = torch.arange(4.0).view(1, 1, 1, 4, 1, 1).expand(1, 2, 1, 4, 16, 2).clone()
+    layer = torch.arange(4.0).view(1, 1, 4, 1, 1).expand(2, 1, 4, 16, 2)
+    runner.runner.arena[:] = [layer.clone(), layer + 10]
     runner.runner.execute(plan(0, copies=[(0, 1), (1, 2)]))
-    assert runner.runner.arena[0, 0, 0, :, 0, 0].tolist() == [0, 0, 1, 3]
+    assert [each[0, 0, :, 0, 0].tolist() for each in runner.runner.arena] == [[0, 0, 1, 3], [10, 10, 11, 13]]
+    assert all((each == each[:1, :, :, :1, :1]).all() for each in runner.runner.arena), "K and V, whole blocks"
 
 
 def test_applying_a_decode_plan_is_cheap() -> None:

@@ -32,8 +32,10 @@ def test_ready(tiny_path: str) -> None:
     assert (ready.max_num_seqs, ready.max_num_batched_tokens) == (2, 300)
     assert ready.num_blocks == (1 << 20) // (16 * per_token)
     assert ready.kv_bytes == ready.num_blocks * 16 * per_token
-    assert made.runner is not None and made.runner.arena.shape == (4, 2, 2, ready.num_blocks, 16, 32)
-    assert made.runner.arena.nbytes == ready.kv_bytes
+    assert made.runner is not None
+    assert [layer.shape for layer in made.runner.arena] == [(2, 2, ready.num_blocks, 16, 32)] * 4
+    assert sum(layer.nbytes for layer in made.runner.arena) == ready.kv_bytes
+    assert len({layer.untyped_storage().data_ptr() for layer in made.runner.arena}) == 4, "each has memory of its own"
     assert ready.weight_bytes == 4 * sum(t.numel() for t in load_file(Path(tiny_path) / "model.safetensors").values())
     assert list(ready.load_seconds) == ["resolve", "weights", "profile", "kv_cache"]
     shares = [share for phase, share in seen if phase == "weights"]

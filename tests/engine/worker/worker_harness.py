@@ -173,7 +173,7 @@ class FixedRunner:
             vocab_size=logits.shape[-1],
             device=torch.device("cpu"),
         )
-        arena = torch.zeros(1, 2, 1, 1, 16, 2)
+        arena = [torch.zeros(2, 1, 1, 16, 2)]
         self.runner = Runner(FixedModel(logits), self.tables, arena, 4096)  # type: ignore[arg-type]
         self.step = 0
 
