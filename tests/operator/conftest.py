@@ -2,6 +2,8 @@
 of the machine that it runs on.
 """
 
+import asyncio
+import contextlib
 import sys
 from pathlib import Path
 
@@ -34,3 +36,39 @@ async def bench(api):
     bench = Bench(api)
     yield bench
     await bench.close()
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A small cluster that $KUBECONFIG leads to; nothing runs locally."""
+    from cluster_commands import small_cluster
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with small_cluster(tmp_path / "config") as api:
+        yield api
+
+
+@pytest.fixture
+async def make_up(tmp_path, monkeypatch):
+    """Makes a `kvern up` of the tests' service with something added to its spec; not started yet."""
+    import local_up  # its manifest may be changed until a service is made of it
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("FAKE_CONTROL", str(tmp_path / "control.json"))
+    (tmp_path / "control.json").write_text("{}")
+    made = []
+
+    def make(addition="", gpus=(), timing=local_up.QUICK):
+        made.append(local_up.Up(tmp_path, local_up.MANIFEST + addition, gpus, timing))
+        return made[-1]
+
+    yield make
+    for up in made:
+        if up.task is not None and not up.task.done():
+            up.runner.stop()
+            up.runner.stop()
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(60):
+                    await up.task
+        up.state.__exit__()

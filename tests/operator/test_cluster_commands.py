@@ -1,10 +1,9 @@
-"""`kvern status`, `explain` and `logs` against an API server: what they ask, show and say when it says no."""
+"""`kvern status` and `explain` against an API server: what they ask, show and say when it says no."""
 
 import contextlib
 import json
 import os
 import pty
-import queue
 import select
 import signal
 import subprocess
@@ -15,55 +14,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_api import PODS, SERVICES, FakeApi, serving, status
-from recorded import condition, crashed, event, pod, replica, router_pods, routers, running, service, waiting
+from cluster_commands import ALL_SERVICES, EVENTS, READY, SETS, kubeconfig, run
+from fake_api import PODS, SERVICES, status
+from recorded import condition, crashed, event, pod, replica, router_pods, service
 
 from kvern_cli.kube.gather import missing_hint
-from kvern_cli.logs import is_replica, merged, split_time, wanted_pods
 from kvern_cli.main import COMMANDS, main, make_parser
-
-ALL_SERVICES = "/apis/kvern.dev/v1alpha1/inferenceservices"
-EVENTS = "/api/v1/namespaces/team-a/events"
-SETS, DEPLOYMENTS = "/apis/apps/v1/namespaces/team-a/statefulsets", "/apis/apps/v1/namespaces/team-a/deployments"
-READY = (condition("Ready", "True", "AllReplicasReady"), condition("Available", "True", "Answering"))
-
-
-@pytest.fixture
-def api():
-    return FakeApi()
-
-
-@pytest.fixture
-def cluster(api, tmp_path, monkeypatch):
-    """A cluster that $KUBECONFIG leads to, with the service smol in namespace team-a; nothing runs locally."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    api.put_list(SERVICES, [service(*READY, readyReplicas=1)])
-    api.objects[ALL_SERVICES] = api.objects[SERVICES]
-    api.put_list(PODS, [pod("smol-r0-0", running()), *router_pods()])
-    api.put_list(SETS, [replica("smol-r0")])
-    api.put_list(DEPLOYMENTS, [routers()])
-    api.put_list(EVENTS, [])
-    with serving(api) as server:
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", server)))
-        yield api
-
-
-def kubeconfig(path: Path, server: str) -> Path:
-    document = {
-        "current-context": "kind",
-        "contexts": [{"name": "kind", "context": {"cluster": "c", "user": "ada", "namespace": "team-a"}}],
-        "clusters": [{"name": "c", "cluster": {"server": server}}],
-        "users": [{"name": "ada", "user": {"token": "t"}}],
-    }
-    path.write_text(yaml.safe_dump(document))
-    return path
-
-
-def run(capsys, *argv: str) -> tuple[int, str, str]:
-    code = main(argv)
-    found = capsys.readouterr()
-    return code, found.out, found.err
-
 
 # ---------------------------------------------------------------- status
 
@@ -390,120 +346,6 @@ def test_what_has_stopped_here_is_shown_only_where_it_is_asked_for(cluster, caps
     assert code == 1 and err == (
         "kvern explain: no service nobody on this machine (nothing runs; start it with: kvern up FILE)\n"
     )
-
-
-# ---------------------------------------------------------------- logs
-
-
-def stamped(*lines: tuple[int, str]) -> str:
-    return "".join(f"2026-01-01T00:00:{second:02d}.000000000Z {text}\n" for second, text in lines)
-
-
-def test_logs_are_merged_by_time_with_the_pod_before_each_line(cluster, capsys):
-    cluster.objects[f"{PODS}/smol-r0-0/log"] = (200, stamped((1, "loading"), (4, "serving")))
-    cluster.objects[f"{PODS}/smol-router-5d8-0/log"] = (200, stamped((2, "listening")))
-    cluster.objects[f"{PODS}/smol-router-5d8-1/log"] = (200, stamped((3, "listening too")))
-    code, out, err = run(capsys, "logs", "smol")
-    assert code == 0 and err == "context kind, namespace team-a\n"
-    assert out.splitlines() == [
-        "smol-r0-0         | loading",
-        "smol-router-5d8-0 | listening",
-        "smol-router-5d8-1 | listening too",
-        "smol-r0-0         | serving",
-    ]
-    assert run(capsys, "logs", "smol", "--replica", "0")[1] == "loading\nserving\n"
-    assert run(capsys, "logs", "smol", "--replica", "0", "--timestamps", "--prefix")[1].splitlines()[0] == (
-        "smol-r0-0 | 2026-01-01T00:00:01.000000000Z loading"
-    )
-    assert len(run(capsys, "logs", "smol", "--component", "router")[1].splitlines()) == 2
-
-
-def test_logs_pass_on_what_is_asked_for(cluster, capsys):
-    seen: list[dict] = []
-    cluster.objects[f"{PODS}/smol-r0-0/log"] = lambda query: (seen.append(query), (200, ""))[1]
-    run(capsys, "logs", "smol", "--replica", "smol-r0", "--tail", "7", "--since", "2m", "-p")
-    expected = {
-        "container": "engine",
-        "tailLines": "7",
-        "sinceSeconds": "120",
-        "previous": "true",
-        "timestamps": "true",
-    }
-    assert {key: values[0] for key, values in seen[0].items()} == expected
-    run(capsys, "logs", "smol", "--replica", "smol-r0", "--tail", "-1")
-    assert "tailLines" not in seen[1] and "previous" not in seen[1]
-
-
-def test_pods_without_a_log_are_named(cluster, capsys):
-    cluster.put_list(PODS, [pod("smol-r0-0", waiting("ImagePullBackOff")), *router_pods()])
-    cluster.objects[f"{PODS}/smol-router-5d8-0/log"] = (200, stamped((2, "listening")))
-    cluster.objects[f"{PODS}/smol-router-5d8-1/log"] = status(500, "InternalError", "kubelet is away")
-    code, out, err = run(capsys, "logs", "smol")
-    assert code == 1 and out == "smol-router-5d8-0 | listening\n"
-    assert "kvern logs: smol-r0-0 has no log yet: ImagePullBackOff\n" in err
-    assert (
-        "kvern logs: smol-router-5d8-1: cannot read the log of pod smol-router-5d8-1 just now: kubelet is away\n" in err
-    )
-    words = 'previous terminated container "engine" in pod "smol-r0-0" not found'
-    cluster.objects[f"{PODS}/smol-r0-0/log"] = status(400, "BadRequest", words)
-    code, _, err = run(capsys, "logs", "smol", "-p", "--component", "engine")
-    assert code == 1 and "smol-r0-0 has not been started again, so there is no earlier log" in err
-
-
-def test_a_service_without_pods_says_where_to_look(cluster, capsys):
-    cluster.put_list(PODS, [])
-    code, _, err = run(capsys, "logs", "smol", "--replica", "4")
-    assert code == 1 and err == (
-        "kvern logs: smol has no such pods (engines and routers, replica 4); why: kvern explain smol\n"
-    )
-
-
-def test_following_takes_up_new_lines_new_pods_and_restarts(cluster, capsys, monkeypatch):
-    monkeypatch.setattr("kvern_cli.logs.LOOK_SECONDS", 0.05)
-    cluster.put_list(PODS, [pod("smol-r0-0", running())])
-    printed: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr("kvern_cli.logs.print", lambda text, **_: printed.put(text), raising=False)
-    runs = [[(1, "first"), (2, "crash")], [(2, "crash"), (5, "again")]]
-    queries: list[dict] = []
-
-    def log(query):
-        queries.append(query)
-        lines = runs.pop(0) if runs else []
-        if not lines:
-            time.sleep(0.2)
-        return 200, lambda: iter(stamped(*lines).splitlines())
-
-    cluster.objects[f"{PODS}/smol-r0-0/log"] = log
-    argv = ["logs", "smol", "-f", "--tail", "3"]
-    threading.Thread(target=main, args=(argv,), daemon=True).start()
-    assert [printed.get(timeout=60) for _ in range(3)] == [
-        "smol-r0-0 | first",
-        "smol-r0-0 | crash",
-        "smol-r0-0 | again",  # of the line that came twice, one
-    ]
-    assert queries[0]["tailLines"] == ["3"] and queries[1]["sinceTime"][0].startswith("2026-01-01T00:00:02")
-    cluster.objects[f"{PODS}/smol-r1-0/log"] = (200, stamped((9, "new")))
-    cluster.put_list(PODS, [pod("smol-r0-0", running()), pod("smol-r1-0", running())])
-    assert printed.get(timeout=60) == "smol-r1-0 | new"
-
-
-def test_choosing_pods():
-    pods = [pod(f"smol-r{i}-0", running()) for i in (10, 2)] + router_pods()
-    assert [s.pod for s in wanted_pods(pods, None, None, "smol")] == [
-        "smol-r2-0",
-        "smol-r10-0",
-        "smol-router-5d8-0",
-        "smol-router-5d8-1",
-    ]
-    assert [s.pod for s in wanted_pods(pods, "engine", "10", "smol")] == ["smol-r10-0"]
-    assert is_replica("smol-r2-0", "smol", "smol-r2", "smol-r2-0") and not is_replica("2", "smol", "smol-r12", "x")
-
-
-def test_lines_without_a_time_stay_behind_the_one_before_them():
-    a = ["2026-01-01T00:00:01.0Z one", "Traceback", "2026-01-01T00:00:05.0Z two"]
-    b = ["2026-01-01T00:00:03.0Z other"]
-    assert [text for _, _, text in merged([("a", a), ("b", b)])] == ["one", "Traceback", "other", "two"]
-    assert split_time("no time here") == ("", "no time here")
 
 
 def test_looking_at_a_cluster_imports_nothing_heavy(cluster):

@@ -5,9 +5,8 @@ import signal
 import sys
 from pathlib import Path
 
+import local_up
 import pytest
-import test_local
-from test_local import make_up  # noqa: F401 (a fixture)
 
 from kvern_cli.local.runner import UpError
 
@@ -36,9 +35,9 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setattr(test_local, "MANIFEST", MANIFEST)
+    monkeypatch.setattr(local_up, "MANIFEST", MANIFEST)
     fake = (sys.executable, str(Path(__file__).with_name("fake_kvern.py")))
-    monkeypatch.setitem(test_local.COMMANDS, "kvern", fake)
+    monkeypatch.setitem(local_up.COMMANDS, "kvern", fake)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
     with made.running():
         monkeypatch.setenv("HF_ENDPOINT", made.url)
@@ -49,7 +48,7 @@ def cache_of(up) -> dict:
     return up.document["service"]["status"].get("cache", {})
 
 
-async def test_a_model_is_fetched_then_served(hub, make_up):  # noqa: F811
+async def test_a_model_is_fetched_then_served(hub, make_up):
     hub.faults.pause = 0.2
     up = make_up().start()
     await up.until(lambda: cache_of(up).get("phase") == "Downloading" and cache_of(up).get("bytes", 0) > 200_000)
@@ -67,7 +66,7 @@ async def test_a_model_is_fetched_then_served(hub, make_up):  # noqa: F811
     assert up.pods("fetch")[0]["doing"] == "done"
 
 
-async def test_a_refusal_is_told(hub, make_up):  # noqa: F811
+async def test_a_refusal_is_told(hub, make_up):
     hub.repositories["org/large"].gated = True
     up = make_up().start("hello")
     with pytest.raises(UpError) as caught:
