@@ -1,5 +1,6 @@
 """Tests that need a CUDA device: `python -m pytest tests/gpu`. Without one they skip, saying so."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 TINY = str(Path(__file__).parents[1] / "engine" / "models_data" / "tiny-kjv")
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # for the helpers beside the tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

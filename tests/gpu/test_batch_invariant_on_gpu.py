@@ -9,26 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_llama import LLAMA
 
 from kvern_engine import LLM, SamplingParams
 from kvern_engine.outputs import RequestOutput
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 4096,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 NUMBERS = torch.randint(10, 31000, (40, 900), generator=torch.Generator().manual_seed(4)).tolist()
 MINE = {"prompt_token_ids": NUMBERS[0][:700]}
 ASKED = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_llama import LLAMA
 
 from kvern_engine import LLM, SamplingParams
 from kvern_engine.config import EngineConfig
@@ -15,24 +16,6 @@ from kvern_engine.core.plan import AddedRow, RowSampling, StepPlan
 from kvern_engine.loading.resolve import ModelNotFoundError, resolve_model
 from kvern_engine.worker.worker import Worker
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 4096,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 TEXTS = [
     "In the beginning",
     "And he said unto them,",

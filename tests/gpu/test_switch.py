@@ -19,16 +19,14 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine" / "parallel"))
 
 from made_model import make_model
-from switch_harness import SwitchingPod
+from switch_harness import SwitchingPod, left_alone
 
 from kvern_engine.config import EngineConfig
-from kvern_engine.core.loop import EngineCore
 from kvern_engine.ipc import AddRequest
 from kvern_engine.parallel.layout import Layout
 from kvern_engine.request import SamplingParams
 from kvern_engine.worker.warm_up import warm_other_layouts
 from kvern_engine.worker.worker import Worker
-from kvern_engine.worker_client import InprocWorkerClient
 
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -48,21 +46,6 @@ def requests(count: int, tokens: int = 60) -> list[AddRequest]:
     return found
 
 
-def undisturbed(model: str, **fields: Any) -> dict[str, list[int]]:
-    """What one rank that is left alone answers."""
-    made = config(model, 1, 1, **fields)
-    client = InprocWorkerClient(Worker(made))
-    core = EngineCore.from_config(0, made, client.wait_ready(), client, ())
-    for request in requests(6):
-        core.add_request(request)
-    found: dict[str, list[int]] = {}
-    while not core.idle:
-        for outputs in core.step().values():
-            for output in outputs:
-                found.setdefault(f"{output.request_id}/{output.index}", []).extend(output.token_ids)
-    return found
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_model(tmp_path_factory.mktemp("made"))
@@ -71,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @two
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_streams_go_on_between_two_gpus(model: str, tmp_path: Path, eager: bool) -> None:
-    expected = undisturbed(model, enforce_eager=eager)
+    expected = left_alone(config(model, 1, 1, enforce_eager=eager), requests(6))
     torch.cuda.empty_cache()
     pod = SwitchingPod(config(model, 2, 1, enforce_eager=eager), tmp_path, count=2, tight=True, method="spawn")
     try:
