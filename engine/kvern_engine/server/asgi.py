@@ -68,9 +68,17 @@ def check_json_type(scope: Scope) -> None:
         )
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float, place: Place | None = None) -> bytes:
-    """The whole body, counted in `place`. Raises ApiError 413 above `limit` bytes, 408 for one that does not end within
-    `seconds`, 503 where too many bodies are being read; ClientGone where the client leaves meanwhile."""
+async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float) -> bytes:
+    """The whole body, as `read_parts` reads it."""
+    return b"".join(await read_parts(scope, receive, limit, seconds))
+
+
+async def read_parts(
+    scope: Scope, receive: Receive, limit: int, seconds: float, place: Place | None = None
+) -> list[bytes]:
+    """The whole body, counted in `place`, in the parts that came. Raises ApiError 413 above `limit` bytes, 408 for one
+    that does not end within `seconds`, 503 where too many bodies are being read; ClientGone where the client leaves
+    meanwhile."""
     too_large = ApiError(
         f"The body is larger than {limit} bytes (max_body_bytes).",
         status=413,
@@ -80,7 +88,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float, 
     length = header(scope, b"content-length")
     if length is not None and length.isdecimal() and int(length) > limit:
         raise too_large
-    parts, size, more = [], 0, True
+    parts: list[bytes] = []
+    size, more = 0, True
     try:
         async with asyncio.timeout(seconds):
             while more:
@@ -97,7 +106,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float, 
     except TimeoutError:
         text = f"The body did not arrive within {seconds:g} seconds (body_timeout_seconds)."
         raise ApiError(text, status=408, code="request_timeout", headers={"Connection": "close"}) from None
-    return b"".join(parts)
+    return parts
 
 
 async def send_json(send: Send, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:

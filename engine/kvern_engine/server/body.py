@@ -2,9 +2,10 @@
 
 A parser makes Python objects of every value in one call that nothing can interrupt: sixteen megabytes of `{},` take it
 a second, and nobody is served meanwhile. So what would make too many objects is refused before, by looking at the
-bytes: at once where the body is small or plainly harmless, else piece by piece, in a thread.
+bytes: at once where the body is small, else piece by piece, in a thread that rests between two of them.
 """
 
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ SMALL_BYTES = 64 << 10  # a body that is parsed in two milliseconds whatever it 
 MAX_VALUES = 1_200_000
 MAX_CONTAINERS = 200_000
 MAX_MEMBERS = 300_000
-_PIECE = 32 << 10  # bytes looked at in one go: other threads get their turn between two pieces
+_PIECE = 16 << 10  # bytes looked at in one go: a tenth of a millisecond, in which no other thread has its turn
 _BRACKETS = bytes(b for b in range(256) if b not in b"[]{}")
 
 
@@ -45,21 +46,16 @@ def too_deep(most: int) -> str:
     return f"The body is nested more than {most} levels deep (max_json_depth)."
 
 
-def is_harmless(body: bytes, most_depth: int) -> bool:
-    """Whether no limit can be passed, by counts that take microseconds: characters within strings count as well."""
-    opened = body.count(b"{") + body.count(b"[")
-    if len(body) <= SMALL_BYTES:
-        return opened <= most_depth
-    return opened <= most_depth and body.count(b",") <= MAX_MEMBERS
-
-
-def scan(body: bytes, most_depth: int) -> str | None:
-    """Look at all of a body; the limit that it passes as a sentence, or None. Stops as soon as it is known."""
+def scan(body: Iterable[bytes], most_depth: int) -> Generator[None, None, str | None]:
+    """Look at all of a body, which comes in parts; returns the limit that it passes as a sentence, or None. Yields
+    after each piece; stops as soon as it is known."""
     shape = Shape(values=1)
     inside = False  # a string, at the end of the piece before
     carry = b""  # a backslash whose second half is in the next piece
-    for at in range(0, len(body), _PIECE):
-        piece = carry + body[at : at + _PIECE]
+    looked_at = 0  # since it yielded last: parts may be as small as a byte
+    for piece in _pieces(body):
+        looked_at += len(piece)
+        piece = carry + piece
         carry = b""
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"")  # from the left, as escapes are read
@@ -72,7 +68,16 @@ def scan(body: bytes, most_depth: int) -> str | None:
         _count(shape, outside)
         if (problem := shape.problem(most_depth)) is not None:
             return problem
+        if looked_at >= _PIECE:
+            looked_at = 0
+            yield
     return None
+
+
+def _pieces(body: Iterable[bytes]) -> Iterable[bytes]:
+    for part in body:
+        for at in range(0, len(part), _PIECE):
+            yield part[at : at + _PIECE]
 
 
 def _count(shape: Shape, outside: bytes) -> None:
@@ -90,6 +95,11 @@ def _count(shape: Shape, outside: bytes) -> None:
         else:
             depth -= 1
     shape.depth, shape.deepest = depth, deepest
+
+
+def is_flat(body: bytes, most_depth: int) -> bool:
+    """Whether it cannot nest too deep, by a count that takes microseconds: characters within strings count as well."""
+    return body.count(b"{") + body.count(b"[") <= most_depth
 
 
 def depth_of(content: Any, most: int) -> int:

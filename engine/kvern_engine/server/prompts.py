@@ -60,7 +60,7 @@ class PromptReader:
         """Token ids of a text. Raises ApiError 400, before tokenizing a huge one, where it is too long to be tokenized
         or, unless `count_only`, cannot fit `capacity` tokens."""
         if len(text) > capacity:
-            size = len(text.encode("utf-8", "replace"))
+            size = await self._bytes_of(text)
             least = size // self.longest_token
             if least >= capacity and not count_only:
                 raise context_length_exceeded(capacity, least, 0, chat=chat, at_least=True)
@@ -80,6 +80,14 @@ class PromptReader:
         if self.tokenizer.vocab_size > self.vocab_size:
             self.check_ids(ids, "messages" if chat else "prompt")
         return ids
+
+    async def _bytes_of(self, text: str) -> int:
+        """How many bytes of UTF-8 a text has."""
+        if text.isascii():  # which a string knows of itself
+            return len(text)
+        if len(text) <= _LONG_CHARS:
+            return len(text.encode("utf-8", "replace"))
+        return await self.off_loop(lambda: len(text.encode("utf-8", "replace")), long=True)
 
     async def completion_prompts(
         self, prompt: Any, *, special: bool, capacity: int, most: int, cut: Cut | None = None

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 from pydantic_core import from_json
 
 from kvern_engine.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP
-from kvern_engine.server.body import SMALL_BYTES, depth_of, is_harmless, too_deep
+from kvern_engine.server.body import SMALL_BYTES, depth_of, is_flat, too_deep
 from kvern_engine.server.errors import ApiError, not_served_yet
 from kvern_engine.server.limits import RequestLimits, too_many
 
@@ -279,7 +279,7 @@ def parse_body(model: type[T], body: bytes, limits: RequestLimits = _BUILT_IN) -
     if not isinstance(content, dict):
         raise ApiError(f"The body must be a JSON object, got {_kind(content)}.", code="invalid_json")
     most = limits.json_depth
-    if len(body) <= SMALL_BYTES and not is_harmless(body, most) and depth_of(content, most) > most:
+    if len(body) <= SMALL_BYTES and not is_flat(body, most) and depth_of(content, most) > most:
         raise ApiError(too_deep(most), code="invalid_json")
     _check_sizes(content, limits)
     if issubclass(model, _Sampling):

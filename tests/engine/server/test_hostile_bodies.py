@@ -13,6 +13,7 @@ from kvern_engine.server import body as shapes
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.limits import RequestLimits
 from kvern_engine.server.protocol import ChatRequest, CompletionRequest, parse_body
+from kvern_engine.server.reading import with_rests
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -45,21 +46,40 @@ def some_json(rng: random.Random, depth: int) -> Any:
     return {str(some_json(rng, 0)) + str(i): item for i, item in enumerate(items)}
 
 
-@pytest.mark.parametrize("piece", [1, 2, 7, 32 << 10])
+def in_parts(body: bytes, rng: random.Random) -> list[bytes]:
+    """As it may come from a socket."""
+    cuts = sorted(rng.randrange(len(body) + 1) for _ in range(rng.randrange(4)))
+    return [body[a:b] for a, b in zip([0, *cuts], [*cuts, len(body)], strict=True)]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 16 << 10])
 def test_the_shape_of_a_body_is_counted_exactly(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strings with every character that could fool it, cut at every place."""
     monkeypatch.setattr(shapes, "_PIECE", piece)
+    monkeypatch.setattr("kvern_engine.server.reading._REST_SECONDS", 0)
     rng = random.Random(5)
     seen: list[shapes.Shape] = []
     monkeypatch.setattr(shapes.Shape, "problem", lambda self, most: seen.append(self))
     for _ in range(80 if piece < 100 else 300):
         value = {"a": some_json(rng, 5)}
         for text in (json.dumps(value), json.dumps(value, ensure_ascii=False, indent=1)):
-            assert shapes.scan(text.encode(), 64) is None
+            assert with_rests(shapes.scan(in_parts(text.encode(), rng), 64)) is None
             values, containers, members, depth = counted(value)
             shape = seen[-1]
             assert (shape.containers, shape.members, shape.deepest) == (containers, members, depth), text
             assert values <= shape.values + shape.containers and shape.values <= values + 1, text
+
+
+@pytest.mark.parametrize("part", [1, 100, 256 << 10])
+def test_the_thread_that_looks_at_a_body_rests_after_each_piece(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds Python's lock meanwhile; parts as small as a byte are no reason to rest after each."""
+    body = b'{"prompt": "' + b"a, " * 100_000 + b'"}'
+    rests: list[float] = []
+    monkeypatch.setattr("kvern_engine.server.reading.time.sleep", rests.append)
+    parts = [body[at : at + part] for at in range(0, len(body), part)]
+    assert with_rests(shapes.scan(parts, 64)) is None
+    pieces = len(body) / shapes._PIECE
+    assert pieces - 1 <= len(rests) <= pieces + 1 and set(rests) == {0.00005}
 
 
 BIG = {
