@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvern_operator.api.status import CacheStatus, InferenceServiceStatus
+from kvern_operator.api.status import CacheStatus, InferenceServiceStatus, ModelShape
 from kvern_operator.api.types import InferenceService
 from kvern_operator.desired import cache as desired
 from kvern_operator.desired import engine, meta, network
@@ -23,6 +23,7 @@ class CacheState:
     message: str
     done: int | None = None
     total: int | None = None
+    shape: ModelShape | None = None
 
     @property
     def ready(self) -> bool:
@@ -32,7 +33,7 @@ class CacheState:
     def status(self, failed: bool) -> CacheStatus:
         """What status.cache says; `failed`: the download is in trouble."""
         phase = "Failed" if failed and not self.ready else self.phase
-        return CacheStatus(phase=phase, bytes=self.done, total=self.total)
+        return CacheStatus(phase=phase, bytes=self.done, total=self.total, shape=self.shape)
 
 
 def cache_state(service: InferenceService, observed: Observed) -> CacheState | None:
@@ -48,7 +49,9 @@ def cache_state(service: InferenceService, observed: Observed) -> CacheState | N
     if job is not None and desired.is_complete(job):
         total = figures.total if figures else before.total if before else None
         size = f" ({human_bytes(total)})" if total else ""
-        return CacheState("Ready", f"{what}{size} is in claim {claim}", total, total)
+        shape = ModelShape.model_validate(dict(figures.shape)) if figures and figures.shape else None
+        shape = shape or (before.shape if before else None)
+        return CacheState("Ready", f"{what}{size} is in claim {claim}", total, total, shape)
     if figures is None or not figures.total:
         text = figures.text if figures and figures.text else ""
         words = f": {text}" if text else _waits_for(pods)

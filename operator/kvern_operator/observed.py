@@ -13,13 +13,18 @@ from kvern_operator.api.status import InferenceServiceStatus
 Object = dict[str, Any]  # a Kubernetes object
 
 
+MODEL_SHAPE = ("layers", "heads", "kvHeads", "headDim", "maxModelLen")  # fields of api/status.ModelShape
+
+
 @dataclass(frozen=True)
 class Fetch:
-    """How far a download is, as its pod says. `total` 0: not known yet; `text`: what it waits for."""
+    """How far a download is, as its pod says. `total` 0: not known yet; `text`: what it waits for; `shape`: of the
+    model that is there, by name."""
 
     done: int
     total: int
     text: str = ""
+    shape: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

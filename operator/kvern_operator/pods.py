@@ -12,7 +12,7 @@ from kvern_operator.api.base import parse_time
 from kvern_operator.desired import meta
 from kvern_operator.desired.engine import ADMIN_PORT, HTTP_PORT
 from kvern_operator.loglines import telling_line
-from kvern_operator.observed import Fetch, Object, Pod
+from kvern_operator.observed import MODEL_SHAPE, Fetch, Object, Pod
 from kvern_operator.trouble import restarts, trouble
 
 EPOCH = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
@@ -67,7 +67,15 @@ def read_fetch(answer: Any) -> Fetch | None:
     done, total = answer.get("bytes"), answer.get("total")
     if not isinstance(done, int) or not isinstance(total, int):
         return None
-    return Fetch(max(done, 0), max(total, 0), str(answer.get("text") or "")[:300])
+    return Fetch(max(done, 0), max(total, 0), str(answer.get("text") or "")[:300], _shape(answer.get("shape")))
+
+
+def _shape(said: Any) -> tuple[tuple[str, int], ...]:
+    """The model's shape; nothing where not all of it is said in numbers that a model can have."""
+    if not isinstance(said, dict):
+        return ()
+    numbers = [n for n in map(said.get, MODEL_SHAPE) if type(n) is int and 0 < n < 2**31]
+    return tuple(zip(MODEL_SHAPE, numbers, strict=True)) if len(numbers) == len(MODEL_SHAPE) else ()
 
 
 def _summary(container: Mapping[str, Any]) -> Fetch | None:

@@ -375,10 +375,33 @@ def test_the_last_words_of_a_download() -> None:
     assert read_pod(obj).fetch is None
 
 
+SHAPE = {"layers": 32, "heads": 32, "kvHeads": 8, "headDim": 128, "maxModelLen": 8192}
+
+
+def test_the_shape_of_a_model_that_is_there_is_kept() -> None:
+    svc, cluster = hub(), FakeCluster()
+    cluster.step(svc)
+    words = {"bytes": GB, "total": GB, "shape": SHAPE}
+    cluster.change(f"{cluster.job()}-x", fetch=read_fetch(words))
+    cluster.step(svc)
+    assert cluster.status.cache.shape is None  # not while it is on its way
+    cluster.job(succeeded=1)
+    cluster.step(svc)
+    assert cluster.status.cache.shape.to_dict() == SHAPE
+    cluster.change(f"{cluster.job()}-x", fetch=None)  # its pod is gone
+    cluster.settle(svc)
+    assert cluster.status.cache.shape.to_dict() == SHAPE
+
+
+@pytest.mark.parametrize("wrong", [None, [], {}, {**SHAPE, "heads": 0}, {**SHAPE, "layers": True}, {"heads": 1}])
+def test_half_a_shape_is_none(wrong: object) -> None:
+    assert read_fetch({"bytes": 1, "total": 1, "shape": wrong}) == Fetch(1, 1)
+
+
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-        lambda x: st.dictionaries(st.sampled_from(["bytes", "total", "text", "x"]), x),
+        lambda x: st.dictionaries(st.sampled_from(["bytes", "total", "text", "shape", "heads", "x"]), x),
     )
 )
 def test_whatever_a_pod_says_is_read(answer: object) -> None:

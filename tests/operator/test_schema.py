@@ -164,6 +164,8 @@ def values_for(schema: dict) -> st.SearchStrategy:
         low, high = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
         return st.sampled_from([low, high]) | st.integers(low, high)
     if kind == "string":
+        if schema.get("format") == "date-time":
+            return st.datetimes().map(lambda t: t.strftime("%Y-%m-%dT%H:%M:%SZ").zfill(20))
         if "pattern" in schema:
             found = st.from_regex(schema["pattern"], fullmatch=True)
         else:
@@ -274,9 +276,4 @@ def test_reserved_flags_are_refused_by_the_rule_and_by_the_models():
 @settings(max_examples=60, deadline=None)
 @given(values_for(SCHEMA["properties"]["status"]))
 def test_a_status_that_the_models_write_is_one_that_the_schema_takes(status):
-    status.pop("conditions", None)
-    status.get("autoscaling", {}).clear()
-    for name in ("lastChangeTime", "plan", "lastDecision", "history"):  # a schema's times are any text
-        status.get("parallelism", {}).pop(name, None)
-    status.pop("startup", None)
     STATUS_CHECK.validate(InferenceServiceStatus.model_validate(status).to_dict())

@@ -9,7 +9,7 @@ from kvern_engine.fetching.files import is_remote
 from kvern_engine.fetching.lines import shown
 from kvern_engine.fetching.meter import Meter
 from kvern_engine.fetching.obtain import obtain
-from kvern_engine.fetching.report import ReportServer, document
+from kvern_engine.fetching.report import ReportServer, document, shape_of
 
 
 def fetch(
@@ -21,7 +21,8 @@ def fetch(
     summary: str | None = None,
 ) -> Path:
     """Bring it here; returns where it is. `report`: host, port and token file of GET /admin/fetch. `summary`: a
-    file that gets the last figures as JSON. Raises FetchError and ValueError, whose text is for the user."""
+    file that gets the last figures and the model's shape as JSON. Raises FetchError and ValueError, whose text is for
+    the user."""
     if not is_remote(model):
         return _fetch_builtin(model)
     server = None
@@ -31,7 +32,8 @@ def fetch(
                 server = _serve_report(report, meter)
             files = obtain(model, revision, meter, update=update)
             if summary is not None:
-                Path(summary).write_text(json.dumps(document(meter.figures())))
+                words = {**document(meter.figures()), "shape": shape_of(files)}
+                Path(summary).write_text(json.dumps(words))
         except OSError as error:
             raise FetchError(f"{error.filename or report}: {error.strerror}") from None
         finally:

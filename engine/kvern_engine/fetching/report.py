@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from kvern_engine.fetching.meter import Figures
+from kvern_engine.loading.config import read_model_config
+from kvern_engine.loading.resolve import ModelFiles
 
 PATH = "/admin/fetch"
 
@@ -23,6 +25,22 @@ def document(figures: Figures) -> dict[str, Any]:
         "total": figures.total,
         "text": figures.text,
         "model": figures.uri,
+    }
+
+
+def shape_of(files: ModelFiles) -> dict[str, int] | None:
+    """What of a model decides how much KV cache devices hold beside it, before any of them has it; None where this
+    engine cannot read its configuration, which whoever loads it will say."""
+    try:
+        model = read_model_config(files)
+    except (OSError, ValueError):
+        return None
+    return {
+        "layers": model.num_layers,
+        "heads": model.num_heads,
+        "kvHeads": model.num_kv_heads,
+        "headDim": model.head_dim,
+        "maxModelLen": model.max_position_embeddings,
     }
 
 

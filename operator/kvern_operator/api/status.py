@@ -181,12 +181,23 @@ class Revision(KvernModel):
     updated: ShortText | None = field(None, "Revision of the present spec.")
 
 
+class ModelShape(KvernModel):
+    """What of a model decides how much KV cache devices hold beside it."""
+
+    layers: Count = field(..., "Layers.")
+    heads: Count = field(..., "Attention heads.")
+    kv_heads: Count = field(..., "Heads of K and V.")
+    head_dim: Count = field(..., "Numbers of a head.")
+    max_model_len: Count = field(..., "Longest prompt + output in tokens.")
+
+
 class CacheStatus(KvernModel):
     """The model's files."""
 
     phase: Literal["None", "Pending", "Downloading", "Ready", "Failed"] = field("None", "State of the cache.")
     bytes: Annotated[int, Field(ge=0)] | None = field(None, "Bytes that are there.")
     total: Annotated[int, Field(ge=0)] | None = field(None, "Bytes of the whole model.")
+    shape: ModelShape | None = field(None, "What its configuration says, once the model is there.")
 
 
 class Startup(KvernModel):

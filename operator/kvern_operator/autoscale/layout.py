@@ -46,7 +46,8 @@ class Look:
     """What is seen of the layout. `size`: that of all ready replicas, None while they differ or none is ready. `kv`:
     (size, tokens a replica) of the sizes it can have. `attainment`: share of the latest requests that kept the SLO;
     None: not known. `preempted`: preemptions a finished request, over the last minute. `failed`: why the size that is
-    wanted could not be taken; "" where it could, or is not tried yet."""
+    wanted could not be taken; "" where it could, or is not tried yet. While `kv` is empty, since no pod has run:
+    `expected`, the same by an estimate, 0 tokens where the model does not fit, and `unknown`, why there is none."""
 
     now: float
     size: int | None
@@ -56,6 +57,8 @@ class Look:
     attainment: float | None = None
     preempted: float = 0.0
     failed: str = ""
+    expected: tuple[tuple[int, int], ...] = ()
+    unknown: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class Option:
 @dataclass(frozen=True)
 class LayoutDecision:
     """`target` is the size wanted from now on, `recommended` the one that the planner would take. `changed`: it became
-    another one in this cycle. `replicas`: how many `target` needs; None: unchanged. `reason` in words."""
+    another one in this cycle. `replicas`: how many `target` needs; None: unchanged. `reason` in words. `early`: no pod
+    has run yet."""
 
     target: int
     recommended: int
@@ -103,6 +107,7 @@ class LayoutDecision:
     reason: str
     replicas: int | None = None
     options: tuple[Option, ...] = ()
+    early: bool = False
 
 
 def plan(
@@ -116,6 +121,8 @@ def plan(
         return _changing(look, state)
     if state.phase == "Verifying":
         return _verifying(sizes, look, state)
+    if not look.kv and look.size is None:
+        return _before_any(sizes, look, state)
     if look.size is None or look.size != state.size or not _known(view):
         words = "replicas, or their metrics, are missing: the layout stays"
         return _stay(state, words), replace(state, raise_since=None, lower_since=None)
@@ -164,10 +171,10 @@ def feasible_sizes(gpus: int, pipeline: int, heads: int, kv_heads: int, low: int
     ]
 
 
-def kv_tokens(size: int, memory: float, weights: float, kappa: float, kv_heads: int) -> int:
-    """C(t): tokens of KV cache of one engine over `size` devices with `memory` usable bytes each. `weights` bytes in
-    all, `kappa` bytes a token; above one KV head a device, heads are held more than once."""
-    room = size * memory - 1.02 * weights
+def kv_tokens(size: int, memory: float, weights: float, kappa: float, kv_heads: int, pipeline: int = 1) -> int:
+    """C(t): tokens of KV cache of one engine over `size` x `pipeline` devices with `memory` usable bytes each.
+    `weights` bytes in all, `kappa` bytes a token; above one KV head a device, heads are held more than once."""
+    room = size * pipeline * memory - 1.02 * weights
     return max(int(room / (kappa * max(size / kv_heads, 1.0))), 0)
 
 
@@ -216,6 +223,49 @@ def _impossible(limits: Limits, traffic: Traffic, line: Line | None, engine_toke
 def _itl(line: Line | None, traffic: Traffic, engines: float) -> float | None:
     """ITL where the service's requests are spread over so many engines."""
     return running_itl(line, traffic.prefill_seconds, traffic.output_tokens, traffic.rate / max(engines, 1.0))
+
+
+# ---------------------------------------------------------------- before any pod has run
+
+
+def _before_any(sizes: Sizes, look: Look, state: State) -> tuple[LayoutDecision, State]:
+    """By the estimate: the size that the spec begins with, if the model fits; else the next larger one, else the next
+    smaller one. Nothing runs yet, so that this is no change that counts, and has nothing to go back to."""
+    state = replace(state, raise_since=None, lower_since=None)
+
+    def made(reason: str, best: int, options: tuple[Option, ...] = (), *, changed: bool = False) -> LayoutDecision:
+        target = best if changed else state.size
+        return LayoutDecision(target, best, changed, reason, options=options, early=True)
+
+    if not look.expected:
+        return made(f"no pod has run yet, and {look.unknown or 'nothing is known of the model'}", state.size), state
+    options = tuple(_early_option(sizes, look, state, size, tokens) for size, tokens in sorted(look.expected))
+    fitting = [o.size for o in options if not o.why_not]
+    if state.size in fitting:
+        held = dict(look.expected)[state.size]
+        words = (
+            f"no pod has run yet; by its shape the model fits at size {state.size}, beside {held:,} tokens a replica"
+        )
+        return made(words, state.size, options), state
+    why = next((o.why_not for o in options if o.size == state.size), "it does not divide devices and heads")
+    if not fitting:
+        return made(f"no pod has run yet; size {state.size}: {why}, and no other size fits", state.size, options), state
+    best = min(fitting, key=lambda size: (size < state.size, abs(size - state.size)))
+    words = f"no pod has run yet; size {state.size}: {why}; the model fits at size {best}"
+    if sizes.mode == "Recommend":
+        return made(f"{words} (mode Recommend)", best, options), state
+    return made(words, best, options, changed=True), replace(state, size=best, since=look.now)
+
+
+def _early_option(sizes: Sizes, look: Look, state: State, size: int, tokens: int) -> Option:
+    why = ""
+    if not tokens:
+        why = "by its shape the model does not fit, or leaves no room for the longest request"
+    elif not sizes.minimum <= size <= sizes.maximum:
+        why = f"outside of {sizes.minimum}..{sizes.maximum}"
+    elif any(banned == size for banned, _ in state.bans):
+        why = "was tried, made latency worse and is banned for six hours"
+    return Option(size, look.gpus // (size * look.pipeline), 1.0 if tokens else math.inf, None, 0.0, why)
 
 
 # ---------------------------------------------------------------- triggers

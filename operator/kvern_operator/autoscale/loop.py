@@ -277,6 +277,8 @@ class Autoscaler:
             attainment=signals.attainment(limits.itl_slo, limits.ttft_slo, now),
             preempted=signals.preempted(now),
             failed=subject.failed or _overdue(subject, known.ages, today),
+            expected=subject.expected.kv,
+            unknown=subject.expected.unknown,
         )
         return limits, view, known.memory, subject.sizes, look, self._state(known, subject)
 

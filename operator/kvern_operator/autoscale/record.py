@@ -186,7 +186,7 @@ def _parallelism(before: ParallelismStatus, made: Made, now: datetime) -> Parall
     if before.plan != made.plan:
         return before  # somebody has decided since
     size = before.plan.size if before.plan is not None else before.target
-    if before.plan is None and not decision.options and not decision.changed:
+    if before.plan is None and not decision.options and not decision.changed and not decision.early:
         return before  # mode Fixed, or nothing is known yet
     record = LayoutDecision(
         time=now,
@@ -196,6 +196,11 @@ def _parallelism(before: ParallelismStatus, made: Made, now: datetime) -> Parall
         reason=decision.reason[:1024],
         options=[_option(option) for option in decision.options][:64],
     )
+    if decision.early and not decision.changed:
+        # It is said and shown; what the spec begins with stays the spec's business until something runs.
+        said = before.last_decision is not None and not _differs(before.last_decision, record)
+        update = {"recommended": decision.recommended, "last_decision": record}
+        return before if said and before.recommended == decision.recommended else before.model_copy(update=update)
     due = before.plan is None or not same_change(before.plan, plan) or decision.recommended != before.recommended
     if before.plan is not None and not due:
         began = (before.plan.raise_since is None) != (plan.raise_since is None)

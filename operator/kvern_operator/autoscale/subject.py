@@ -13,11 +13,13 @@ from kvern_operator.autoscale import terms
 from kvern_operator.autoscale.layout import Sizes, State
 from kvern_operator.autoscale.readings import Target
 from kvern_operator.autoscale.record import state_of
+from kvern_operator.autoscale.shape import Expected, expected
 from kvern_operator.desired import meta
 from kvern_operator.desired.layout import Layout, parse_layout, target_layout
 from kvern_operator.observed import Object, Observed, Pod
 from kvern_operator.rollout import Replica
 
+_REPORTED = Expected()  # nothing: the pods have said it
 CRASHES = 2  # of a pod with the size that is being taken, after which it has failed
 
 
@@ -53,6 +55,8 @@ class Subject:
     gpus: int = 1  # devices of a replica, or what stands for them
     pipeline: int = 1
     kv: tuple[tuple[int, int], ...] = ()
+    expected: Expected = _REPORTED  # of layouts, while `kv` is empty
+    wanted: int = 1  # tensor size that replicas are to have now
     plan: LayoutPlan | None = None
     failed: str = ""
     start_seconds: float | None = None
@@ -60,7 +64,7 @@ class Subject:
     @property
     def state(self) -> State:
         """The planner's, as it is on record."""
-        return state_of(self.plan, self.size or 1)
+        return state_of(self.plan, self.size or self.wanted)
 
     @property
     def targets(self) -> list[Target]:
@@ -106,6 +110,8 @@ def subject_of(
         gpus=wanted.ranks,
         pipeline=wanted.pipeline,
         kv=tuple((f.size, f.kv_tokens) for f in status.parallelism.feasible),
+        expected=expected(spec, status.cache) if not status.parallelism.feasible else _REPORTED,
+        wanted=wanted.tensor,
         plan=status.parallelism.plan,
         failed=_failed(observed, sets, status.parallelism.plan, wanted),
         start_seconds=_start(status),

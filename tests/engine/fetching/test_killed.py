@@ -121,6 +121,7 @@ def test_how_far_it_is_by_http_and_in_the_end(large: FakeHub, cache: Path, tmp_p
     assert run.returncode == 0, err
     done = json.loads(summary.read_text())
     assert done["phase"] == "Ready" and done["bytes"] == done["total"] >= total
+    assert done["shape"] is None  # its config.json is none that an engine reads
     assert 'level=info process=fetch msg="downloading hf://org/large: ' in err
 
 
