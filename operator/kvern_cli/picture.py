@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from kvern_cli.shared import Shared
 from kvern_cli.words import age, moment, seconds_since
 from kvern_operator.crashes import crash_reason
 from kvern_operator.loglines import telling_line
@@ -99,6 +100,7 @@ class Picture:
     workloads: tuple[Workload, ...] = ()
     events: tuple[Event, ...] = ()
     operator: str = ""
+    shared: Shared | None = None  # GPUs of the namespace; None: there is no budget, or nobody has asked
     gaps: tuple[str, ...] = ()
     extra: Mapping[str, str] = field(default_factory=dict)  # `kvern up`: file, pid, when it stopped
 
@@ -142,6 +144,7 @@ def cluster_picture(
     now: datetime,
     kubectl: str = "kubectl",
     lease: Object | None = None,
+    shared: Shared | None = None,
     last_logs: Mapping[str, str] | None = None,
     gaps: Sequence[str] = (),
 ) -> Picture:
@@ -160,6 +163,7 @@ def cluster_picture(
         workloads=tuple(sorted(map(_workload, listed), key=lambda w: (w.kind != "StatefulSet", natural(w.name)))),
         events=tuple(sorted(found, key=lambda e: e.when)),
         operator=_operator(lease, now),
+        shared=shared,
         gaps=tuple(gaps),
     )
 

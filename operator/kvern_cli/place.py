@@ -61,7 +61,7 @@ def picture_of(args: argparse.Namespace) -> Picture:
     if looks_at_cluster(args, local):
         from kvern_cli.kube.gather import gather
 
-        return gather(cluster_target(args), args.name)
+        return gather(cluster_target(args), args.name, budget=True)
     return picture_of_local(one_local(args, local))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvern_cli.picture import Picture
 from kvern_cli.render import Block, Cell, Line, Pairs, Style, Table
+from kvern_cli.shared import CONFIG_MAP, Shared
 from kvern_cli.words import age, count
 from kvern_operator.autoscale.expect import Expected, Known, expect, read
 from kvern_operator.autoscale.terms import Limits
@@ -70,11 +71,11 @@ def what_if(picture: Picture, asked: Mapping[str, int]) -> list[Block]:
         sizes = ", ".join(str(s) for s in sorted(known.kv))
         raise WhatIfError(f"tensor={size}: the pods of {picture.name} can have the sizes {sizes} and no other")
     now, then = expect(known, limits, known.size, current), expect(known, limits, size, replicas)
-    troubles = list(_troubles(picture, known, limits, then))
+    troubles = [*_troubles(picture, known, limits, then), *_shared_troubles(picture.shared, now, then)]
     headline, style = _headline(picture, limits, then, troubles)
-    rows = tuple(_rows(known, limits, now, then))
+    rows = tuple(_rows(known, limits, now, then, picture.shared))
     made = picture.status["autoscaling"]["lastDecision"]["time"]
-    notes = tuple(_notes(known, then, age(made, picture.now)))
+    notes = tuple(_notes(known, then, age(made, picture.now), picture.shared))
     said: list[Block] = [Pairs((("Because", tuple(Cell(text, "bad") for text in troubles)),))] if troubles else []
     return [
         Line(Cell(headline, style)),
@@ -154,7 +155,36 @@ def _troubles(picture: Picture, known: Known, limits: Limits, then: Expected) ->
         yield f"TTFT would be {_ms(then.ttft)}, the SLO is {_ms(limits.ttft_slo)}."
 
 
-def _rows(known: Known, limits: Limits, now: Expected, then: Expected) -> Iterator[tuple[Cell, ...]]:
+def _shared_troubles(shared: Shared | None, now: Expected, then: Expected) -> Iterator[str]:
+    """What the namespace's budget says to it."""
+    if shared is None or shared.gpus is None or then.gpus <= now.gpus:
+        return
+    more, free = then.gpus - now.gpus, shared.free(now.gpus)
+    if then.gpus > shared.gpus:
+        whole = f"the namespace has {count(shared.gpus, 'GPU')} in all (ConfigMap {CONFIG_MAP})"
+        yield f"It is not allowed: {whole}, and it would take {then.gpus}."
+    elif more > free:
+        who = shared.lenders()
+        lent = sum(o.gpus - o.least for o in who)
+        begin = f"It would take {count(more, 'GPU')} more, and {free} of the namespace's {shared.gpus} are free"
+        names = ", ".join(o.name for o in who)
+        if more <= free + lent:
+            yield f"{begin}: services of lower priority ({names}) would have to let go first."
+            return
+        others = ", ".join(f"{o.name} {o.gpus}" for o in shared.others)
+        yield f"{begin} (ConfigMap {CONFIG_MAP}); the others have {others}, and must not give that many."
+
+
+def _gpu_bound(limits: Limits, shared: Shared | None, now: Expected) -> str:
+    found = [f"{limits.gpu_budget} (gpuBudget)"] if limits.gpu_budget is not None else []
+    if shared is not None and shared.gpus is not None:
+        found.append(f"{now.gpus + shared.free(now.gpus)} of the namespace's {shared.gpus}")
+    return ", ".join(found)
+
+
+def _rows(
+    known: Known, limits: Limits, now: Expected, then: Expected, shared: Shared | None
+) -> Iterator[tuple[Cell, ...]]:
     def row(label: str, before: str, after: str, allowed: str = "", bad: bool = False) -> tuple[Cell, ...]:
         same = before == after
         return (
@@ -165,14 +195,14 @@ def _rows(known: Known, limits: Limits, now: Expected, then: Expected) -> Iterat
         )
 
     most = limits.most()[0]
-    budget = f"{limits.gpu_budget} (gpuBudget)" if limits.gpu_budget is not None else ""
     yield row("tensor size", str(now.size), str(then.size))
     range_ = f"{limits.least()} to {most}" if most < MOST_REPLICAS else f"{limits.least()} or more"
     yield row("replicas", str(now.replicas), str(then.replicas), range_, not limits.least() <= then.replicas <= most)
     yield row("engines", str(now.engines * now.replicas), str(then.engines * then.replicas))
     if limits.gpus:
         over = limits.gpu_budget is not None and then.gpus > limits.gpu_budget
-        yield row("GPUs", str(now.gpus), str(then.gpus), budget, over)
+        over = over or any(_shared_troubles(shared, now, then))
+        yield row("GPUs", str(now.gpus), str(then.gpus), _gpu_bound(limits, shared, now), over)
     yield row("KV cache, tokens", f"{now.kv_tokens:,.0f}", f"{then.kv_tokens:,.0f}")
     target = f"{limits.kv_target:.0%} (kvTarget)"
     yield row("of it in demand", _share(now.usage), _share(then.usage), target, then.usage > limits.kv_target)
@@ -190,12 +220,14 @@ def _rows(known: Known, limits: Limits, now: Expected, then: Expected) -> Iterat
     yield row("the load needs", f"{now.needed} ({now.binding})", needs, "", then.needed > then.replicas)
 
 
-def _notes(known: Known, then: Expected, old: str) -> Iterator[str]:
+def _notes(known: Known, then: Expected, old: str, shared: Shared | None) -> Iterator[str]:
     requests = f"{known.rate:.2f} requests/s of {known.inputs:.0f} + {known.outputs:.0f} tokens"
     yield f"From the numbers of the last decision, {old} ago: {requests}."
     if then.size != known.size:
         faster = "a step on twice the devices is taken to be 1.74 times as fast"
         yield f"Size {then.size} is computed from size {known.size}: {faster}."
+    if shared is not None and shared.gpus is None:
+        yield f"Not weighed: {shared.unknown}."
     missing = [
         name
         for name, value in (("how ITL follows load", known.line), ("what a replica can serve", known.served or None))

@@ -11,6 +11,7 @@ from kvern_cli.decisions import decision_blocks
 from kvern_cli.main import main
 from kvern_cli.picture import Picture, cluster_picture
 from kvern_cli.render import plain
+from kvern_cli.shared import shared_of
 from kvern_cli.whatif import WhatIfError, parse, what_if
 from kvern_operator.autoscale.expect import expect, read
 from kvern_operator.autoscale.replicas import decide
@@ -136,6 +137,58 @@ def test_what_if_stands_beside_what_runs():
 def test_what_cannot_be_is_said(asked, said):
     lines = plain(what_if(picture(), asked))
     assert ": no, for " in lines[0] and any(line.endswith(said) for line in lines)
+
+
+def sharer(name: str, gpus: int, priority: int, least: int = 1, mode: str = "Internal") -> dict:
+    scaling = {"mode": mode, "minReplicas": least, "maxReplicas": 9, "priority": priority}
+    spec = {"resources": {"gpusPerPod": 1}, "autoscaling": scaling}
+    return {"metadata": {"name": name}, "spec": spec, "status": {"capacity": {"gpus": gpus}}}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "others", "asked", "said"),
+    [
+        ("6", [], 4, "the namespace has 6 GPUs in all (ConfigMap kvern-budget), and it would take 8."),
+        (
+            "8",
+            [sharer("batch", 3, -5)],
+            4,
+            "It would take 4 GPUs more, and 1 of the namespace's 8 are free (ConfigMap kvern-budget); the others have "
+            "batch 3, and must not give that many.",
+        ),
+        (
+            "8",
+            [sharer("batch", 3, -5)],
+            3,
+            "It would take 2 GPUs more, and 1 of the namespace's 8 are free: services of lower priority (batch) would "
+            "have to let go first.",
+        ),
+        ("8", [sharer("batch", 3, 0)], 3, "the others have batch 3, and must not give that many."),
+        ("8", [sharer("batch", 3, -5, mode="External")], 3, "the others have batch 3, and must not give that many."),
+    ],
+)
+def test_what_the_namespaces_budget_says_to_it(gpus, others, asked, said):
+    shared = shared_of({"data": {"gpus": gpus}}, [service(*READY, spec=SPEC), *others], "smol")
+    lines = plain(what_if(replace(picture(), shared=shared), {"replicas": asked}))
+    assert ": no, for " in lines[0] and any(line.endswith(said) for line in lines), lines
+    (row,) = [line for line in lines if line.startswith("GPUs")]
+    assert f"of the namespace's {gpus}" in row
+
+
+def test_what_fits_the_namespaces_budget_is_not_spoken_of_as_trouble():
+    shared = shared_of({"data": {"gpus": "12"}}, [service(*READY, spec=SPEC), sharer("batch", 3, 5)], "smol")
+    lines = plain(what_if(replace(picture(), shared=shared), {"replicas": 4}))
+    assert "with 1 replica to spare" in lines[0], lines
+    (row,) = [line for line in lines if line.startswith("GPUs")]
+    assert row.split()[1:3] == ["4", "8"] and row.endswith("8 (gpuBudget), 9 of the namespace's 12")
+    less = plain(what_if(replace(picture(), shared=replace(shared, gpus=2)), {"replicas": 1}))
+    assert not any("namespace has" in line for line in less)  # fewer are always allowed
+
+
+def test_a_budget_that_is_not_known_is_said():
+    shared = shared_of({"data": {"gpus": "many"}}, [], "smol")
+    text = "\n".join(plain(what_if(replace(picture(), shared=shared), {"replicas": 4})))
+    assert 'Not weighed: ConfigMap kvern-budget: gpus: "many" is not a whole number of GPUs.' in text
 
 
 def test_a_size_that_the_planner_refuses_says_why():

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from kvern_cli.kube.client import Kube
 from kvern_cli.kube.errors import KubeError
 from kvern_cli.picture import COMPONENT_LABEL, SERVICE_LABEL, Picture, cluster_picture
+from kvern_cli.shared import CONFIG_MAP, Shared, shared_of
 from kvern_operator.trouble import trouble
 
 SERVICES = "apis/kvern.dev/v1alpha1"
@@ -105,8 +106,9 @@ def missing_hint(name: str, namespace: str, there: list[tuple[str, str]]) -> str
 # ---------------------------------------------------------------- one service
 
 
-def gather(where: Target, name: str) -> Picture:
-    """Everything about one service. Raises KubeError where the service itself cannot be read."""
+def gather(where: Target, name: str, *, budget: bool = False) -> Picture:
+    """Everything about one service; with `budget` also the GPUs that it shares with others. Raises KubeError where the
+    service itself cannot be read."""
     kube, namespace = where.kube, where.namespace
     labelled = {"labelSelector": f"{SERVICE_LABEL}={name}"}
     about = f"involvedObject.kind=InferenceService,involvedObject.name={name}"
@@ -128,6 +130,7 @@ def gather(where: Target, name: str) -> Picture:
     killings = _begin(lambda: optional(f"{core}/events", "events", fieldSelector="reason=Killing"))
     own = _begin(lambda: optional(f"{core}/events", "events", fieldSelector=about))
     lease = _begin(lambda: _lease(kube))
+    shared = _begin(lambda: _shared(kube, namespace, name) if budget else None)
     found = service.result()
     logs = _last_logs(kube, namespace, pods.result())
     return cluster_picture(
@@ -140,6 +143,7 @@ def gather(where: Target, name: str) -> Picture:
         now=datetime.now(UTC),
         kubectl=where.kubectl,
         lease=lease.result(),
+        shared=shared.result(),
         last_logs=logs,
         gaps=tuple(_gap_words(gaps, namespace)),
     )
@@ -185,6 +189,18 @@ def _lease(kube: Kube) -> dict[str, Any] | None:
         return kube.get(path, "read the operator's Lease")
     except KubeError:
         return None
+
+
+def _shared(kube: Kube, namespace: str, name: str) -> Shared | None:
+    """The namespace's budget; None where it has none."""
+    path = f"api/v1/namespaces/{namespace}/configmaps/{CONFIG_MAP}"
+    try:
+        config_map = kube.get(path, f"read ConfigMap {CONFIG_MAP} in namespace {namespace}")
+        return shared_of(config_map, list_services(kube, namespace), name)
+    except KubeError as error:
+        if error.kind == "missing":
+            return None
+        return Shared(None, f"whether the namespace has a budget of GPUs cannot be told: {error}")
 
 
 def _last_logs(kube: Kube, namespace: str, pods: Objects) -> dict[str, str]:
