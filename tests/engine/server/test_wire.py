@@ -5,12 +5,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import httpx
 import pytest
 from server_harness import LiveServer, Setup, saying, wait_until
 
+from kvern_engine.server.wire.connection import MUCH_BYTES, REST_BETWEEN_READS, Connection
 from kvern_engine.supervisor import raise_file_limit
 from kvern_engine.tokenizer import Tokenizer
 
@@ -405,6 +407,24 @@ def test_a_body_that_is_too_large_is_refused_while_it_is_still_sent(own: Callabl
             answer = raw.rest()
         assert status(answer) == 413 and b"connection: close" in answer
         assert error(answer)["message"] == "The body is larger than 100000 bytes (max_body_bytes)."
+
+
+def test_what_is_thrown_away_is_read_with_rests(live: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that always has more to send would be read thirty times in a row, and others wait."""
+    reads: list[tuple[float, int]] = []
+    throw_away = Connection._throw_away
+
+    def noted(self: Connection, size: int) -> None:
+        reads.append((time.monotonic(), size))
+        throw_away(self, size)
+
+    monkeypatch.setattr(Connection, "_throw_away", noted)
+    with Raw(live.servers[0]) as raw:
+        raw.send(request(b"x" * (20 << 20)))
+        assert status(raw.rest()) == 413
+    assert sum(size for _, size in reads) > 10 << 20, "so much was still on its way"
+    for (before, size), (after, _) in pairwise(reads):
+        assert size < MUCH_BYTES or after - before > 0.8 * REST_BETWEEN_READS
 
 
 def test_bodies_in_memory_are_bounded_over_all_requests(own: Callable[..., LiveServer]) -> None:

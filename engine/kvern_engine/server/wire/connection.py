@@ -37,6 +37,8 @@ MAX_PIPELINED = 8
 WRITE_HIGH = 128 << 10  # bytes of answers that wait for a slow client before its app has to
 LINGER_SECONDS = 2.0  # a client that is still sending gets to read its refusal before the connection is closed
 LINGER_BYTES = 256 << 20
+MUCH_BYTES = 64 << 10  # in one read of what is thrown away
+REST_BETWEEN_READS = 0.005
 REST_BYTES = 1 << 20  # of a body that nobody wants, read and thrown away so that the connection can be used again
 REST_SECONDS = 5.0
 PROBE_SECONDS = 15.0  # at most between questions whether a client that sends nothing more is still there
@@ -361,6 +363,10 @@ class Connection(asyncio.Protocol):
         self._lingered += size
         if self._lingered > LINGER_BYTES:
             self.abort()
+        elif size >= MUCH_BYTES:
+            # One socket that always has more is read thirty times over before another has its turn.
+            self._pause_reading()
+            self._loop.call_later(REST_BETWEEN_READS, self.read_on)
 
     # the server's sweep
 
