@@ -90,6 +90,21 @@ async def test_from_zero_by_a_held_request_and_back_when_idle(scaled):
     assert ("WokenUp", "0 -> 1 replicas: 2 requests are held at the router") in scaled.events()
 
 
+async def test_zero_comes_when_the_window_ends_and_no_resync_is_waited_for(scaled):
+    """idleSeconds of 300 are less than any resync: the cycles decide, and have a pass made."""
+    await scaled.create(autoscaling={**INTERNAL, "minReplicas": 0, "idleSeconds": 300})
+    scaled.demand = 2_000.0
+    await scaled.step(4)
+    last_seen = scaled.now
+    scaled.demand = 0.0
+    while scaled.desired and scaled.now < last_seen + 600:
+        await scaled.step()
+    assert 300 <= scaled.now - last_seen <= 310
+    await scaled.step()
+    assert scaled.replicas == []
+    assert scaled.bench.condition("Ready") == ("True", "ScaledToZero")
+
+
 async def test_missing_metrics_hold(scaled):
     await scaled.create(autoscaling=INTERNAL)
     scaled.demand, scaled.waiting = 30_000.0, 800.0

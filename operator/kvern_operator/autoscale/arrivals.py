@@ -21,12 +21,19 @@ class Arrivals:
     def __init__(self, kept: float, shortest: float) -> None:
         self._kept, self._shortest = kept, shortest
         self._came: deque[_Came] = deque()
+        self._last = -math.inf
 
     def add(self, pod: str, begin: float, end: float, requests: float) -> None:
         """So many came to one pod in between."""
         self._came.append((begin, end, requests, pod))
+        if requests > 0:
+            self._last = max(self._last, end)
         while self._came[0][1] <= end - self._kept - 5.0:
             self._came.popleft()
+
+    def quiet(self, now: float) -> float:
+        """Seconds since the last look that saw a request come; infinite where none did."""
+        return max(now - self._last, 0.0)
 
     def rate(self, now: float, without: Collection[str] = ()) -> float:
         """Requests a second over the time that is kept, or since the first look; 0 where none is known. What pods

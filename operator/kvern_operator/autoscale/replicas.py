@@ -58,7 +58,8 @@ def _remember(limits: Limits, view: View, facts: Facts, memory: Memory) -> Memor
     """What this cycle adds, before anything is decided from it: capacity seen is for the next one."""
     now, loads = view.now, facts.loads
     active = facts.busy or facts.silent > 0 or view.held is None or view.held.requests > 0
-    active = active or (facts.traffic.rate > 0 and bool(loads))
+    # A request that came and went between two looks is in no load; the rate would remember it for a minute.
+    active_at = now if active else max(memory.active_at, now - facts.traffic.quiet)
     history = [(t, d) for t, d in memory.demand if now - PANIC_LONG < t <= now]
     if loads or not facts.ready:
         history.append((now, facts.demand))
@@ -72,7 +73,7 @@ def _remember(limits: Limits, view: View, facts: Facts, memory: Memory) -> Memor
         full = (*full, *(Full(load.used_tokens, mean, load.speed) for load in crowded))[-FULL_KEPT:]
     memory = replace(
         memory,
-        active_at=now if active else memory.active_at,
+        active_at=active_at,
         demand=tuple(history),
         queued=queued,
         slow=memory.slow + 1 if late else 0,

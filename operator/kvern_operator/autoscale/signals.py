@@ -205,6 +205,7 @@ class Signals:
             output_tokens=shape.get("output") / count,
             rate=self._arrivals.rate(now, silent),
             recent=self._arrivals.sure(now, silent),
+            quiet=self._arrivals.quiet(now),
             prefix_hits=min(shape.get("hits") / shape.get("queries"), 1.0) if shape.get("queries") > 0 else 0.0,
             prefill_seconds=shape.get("prefill") / count,
             itl=quantile(0.95, _summed(_less(past[-1].itl, past[0].itl) for past in fresh)),

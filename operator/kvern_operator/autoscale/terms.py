@@ -3,6 +3,7 @@ monotonic clock; nothing here computes a decision."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 Mode = Literal["Off", "Recommend", "Internal", "External"]
@@ -88,6 +89,7 @@ class Traffic:
     output_tokens: float
     rate: float = 0.0  # requests a second, of the last minute
     recent: float = 0.0  # the same of the last seconds, as far as it is no chance
+    quiet: float = inf  # seconds since one was seen to come
     prefix_hits: float = 0.0  # share of input tokens
     prefill_seconds: float = 0.0
     itl: float | None = None

@@ -36,6 +36,19 @@ def test_a_load_is_the_mean_of_two_and_old_answers_are_none():
     assert signals.load("b", 106.0) is None
 
 
+def test_how_long_no_request_has_come():
+    signals = Signals()
+    signals.add(scrape(100.0, running=0.0, waiting=0.0))
+    signals.add(scrape(105.0, running=0.0, waiting=0.0, finished=1.0, output_tokens=5.0))  # within one interval
+    signals.add(scrape(110.0, running=0.0, waiting=0.0, finished=1.0, output_tokens=5.0))
+    traffic = signals.traffic(112.0)
+    assert traffic is not None and (traffic.quiet, traffic.rate > 0) == (7.0, True)
+    signals.add(scrape(115.0, running=1.0, waiting=0.0, finished=1.0, output_tokens=5.0))
+    assert signals.traffic(115.0).quiet == 0.0
+    signals.add(scrape(120.0, running=0.0, waiting=0.0, finished=2.0, output_tokens=9.0))  # it ends: none has come
+    assert signals.traffic(120.0).quiet == 5.0
+
+
 def test_a_pod_of_the_same_name_is_another_and_the_dead_are_forgotten():
     signals = Signals()
     signals.add(scrape(100.0))
