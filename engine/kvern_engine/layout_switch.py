@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import zmq
 
 from kvern_engine.config import EngineConfig
-from kvern_engine.core.handed import Handover
-from kvern_engine.core.placement import Placement, Room, kept_blocks, place, with_recent_prefixes
+from kvern_engine.core.handed import Handover, Share
+from kvern_engine.core.placement import Placement, Room, kept_blocks, place, with_recent_prefixes, without_kv
 from kvern_engine.core.plan import WorkerReady
 from kvern_engine.ipc import CoreReady
 from kvern_engine.logs import fields
@@ -105,6 +105,7 @@ class LayoutSwitch:
         self._placement: Placement | None = None
         self._details: dict[str, float] = {}
         self._stopped: dict[tuple[str, int], float] = {}  # (kind, index) -> since when
+        self._lost: set[int] = set()  # engines of the old layout that went back without their K and V
 
     # ------------------------------------------------------------ what comes
 
@@ -167,7 +168,7 @@ class LayoutSwitch:
             self._number, self.layout, target, message.generation, now, servers=self._config.api_server_count
         )
         self._handovers, self._ready, self._taken_over, self._placement, self._details = {}, {}, {}, None, {}
-        self._stopped = {}
+        self._stopped, self._lost = {}, set()
         for rank in range(target.world):
             self._sockets[f"worker {rank}"] = self._connect(worker_in(rank))
         for engine in range(max(self.layout.data, target.data)):
@@ -205,6 +206,8 @@ class LayoutSwitch:
         elif _PHASES_OF_STEPS[message.step] is run.phase:
             if message.ready is not None:
                 self._ready[message.rank] = message.ready
+            if message.lost_kv:
+                self._lost.add(self._engine_of(Party("worker", message.rank)))
             for name, seconds in message.seconds.items():
                 self._details[name] = max(self._details.get(name, 0.0), seconds)
             self._act(run.arrived(Party("worker", message.rank), now))
@@ -275,7 +278,7 @@ class LayoutSwitch:
             self._tell_workers(Finish(run.number, False))
         elif phase is Phase.RESTORING:
             self._taken_over = {}
-            living = [h.unmoved() for e, h in sorted(self._handovers.items()) if Party("core", e) in run.waiting]
+            living = [self._back(h) for e, h in sorted(self._handovers.items()) if Party("core", e) in run.waiting]
             self._hand_out(run, run.source, living)
         elif run.is_over:
             self._finish(run)
@@ -294,6 +297,13 @@ class LayoutSwitch:
             self._handovers[engine] = with_recent_prefixes(handover, room)
             kept.append(kept_blocks(self._handovers[engine], ready.block_size))
         return kept
+
+    def _back(self, handover: Handover) -> Share:
+        """What an old engine takes back: block by block, where its workers still have them."""
+        if handover.engine not in self._lost:
+            return handover.unmoved()
+        log.warning("layout: engine %d computes its KV again, for which there was no room", handover.engine)
+        return without_kv(handover)
 
     def _place(self, run: Switch) -> None:
         """Share out what was handed over, if all of it can go on."""

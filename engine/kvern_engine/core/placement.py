@@ -149,6 +149,11 @@ def _without_blocks(request: HeldRequest) -> HeldRequest:
     return msgspec.structs.replace(request, choices=[_waiting(choice) for choice in request.choices])
 
 
+def without_kv(handover: Handover) -> Share:
+    """What the same engine takes back where K and V of its blocks are gone: all of it is computed again."""
+    return Share(handover.engine, [_without_blocks(request) for request in handover.requests])
+
+
 def _waiting(choice: HeldChoice) -> HeldChoice:
     if choice.state != "running":
         return choice

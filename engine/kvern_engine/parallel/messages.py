@@ -45,7 +45,8 @@ class Finish(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 class Switched(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """A worker has done what `step` says (reform, kv, finish), or could not: `error` says why, and it serves the old
-    layout. `ready` after reform: what it has then; `seconds` by what took them."""
+    layout. `ready` after reform: what it has then; `seconds` by what took them. `lost_kv` after finish: it went back,
+    and there was no room to keep K and V of the old layout."""
 
     switch: int
     rank: int
@@ -53,6 +54,7 @@ class Switched(msgspec.Struct, array_like=True, frozen=True, tag=True):
     seconds: dict[str, float] = {}
     ready: WorkerReady | None = None
     error: str | None = None
+    lost_kv: bool = False
 
 
 class Fence(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -59,7 +59,7 @@ class StagedKv:
         self._place = {block: place for place, block in enumerate(blocks)}
         self._device = arena[0].device
         index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
-        self._layers: list[Tensor] = []
+        self._layers: list[Tensor | None] = []
         self.host_bytes = 0
         while arena:
             layer = as_integers(arena.pop(0))
@@ -77,7 +77,20 @@ class StagedKv:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._layers)
+        return sum(part.nbytes for part in self._layers if part is not None)
+
+    @property
+    def device_bytes(self) -> list[int]:
+        """What each layer takes on the device."""
+        return [0 if part is None or part.device != self._device else part.nbytes for part in self._layers]
+
+    def let_go(self, layer: int) -> None:
+        """Nobody will ask for this layer any more: there is no way back."""
+        self._layers[layer] = None
+
+    @property
+    def is_whole(self) -> bool:
+        return all(part is not None for part in self._layers)
 
     def places(self, blocks: Sequence[int]) -> Tensor:
         """See `KvSource`."""
@@ -86,13 +99,24 @@ class StagedKv:
     def take(self, layer: int, heads: slice, places: Tensor) -> Tensor:
         """See `KvSource`."""
         part = self._layers[layer]
+        assert part is not None
         return part[:, heads].index_select(2, places.to(part.device)).to(self._device)
 
-    def put_back(self, arena: Sequence[Tensor]) -> None:
-        """Into an arena like the one that they are of, under the same numbers."""
+    def put_back(self, make: Callable[[], Tensor], release: Callable[[], None] = lambda: None) -> list[Tensor]:
+        """An arena like the one that they are of, of layers that `make` gives, with them under the same numbers. What
+        was staged is used up in turn, as the arena was."""
+        assert self.is_whole
         index = torch.tensor(list(self._place), dtype=torch.int64, device=self._device)
-        for layer, part in zip(arena, self._layers, strict=True):
+        arena = []
+        for number in range(len(self._layers)):
+            layer, part = make(), self._layers[number]
+            assert part is not None
             as_integers(layer).index_copy_(2, index, part.to(self._device))
+            arena.append(layer)
+            del part
+            self.let_go(number)
+            release()
+        return arena
 
 
 def _taken(layer: Tensor, index: Tensor) -> Tensor | None:

@@ -3,7 +3,7 @@
 The arena is taken once, at start. Too small a one is an error that names the longest sequence that would fit.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ GIB = 1 << 30
 CPU_SHARE = 0.25  # of the memory that is available
 CPU_MOST = 4 * GIB
 SWITCH_SHARE = 0.05
+WAY_BACK_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,26 @@ def switch_reserve(total: int) -> int:
     leaves, K and V of running requests are kept there while the arena is made anew. What finds no room is kept by the
     host, which takes a second for 1.3 GB."""
     return int(total * SWITCH_SHARE)
+
+
+def most_in_turn(room: int, leaving: Sequence[int]) -> int:
+    """The largest arena, in bytes, that can be made where another one leaves layer by layer: its layers are of one
+    size, each is made before the one of its number in `leaving` (bytes) goes, and `room` bytes can be taken at the
+    beginning."""
+    gone, most = 0, room
+    for count, size in enumerate(leaving, start=1):
+        most = min(most, (room + gone) // count)
+        gone += size
+    return most * len(leaving)
+
+
+def most_beside(room: int, wanted: int, staged: Sequence[int]) -> int:
+    """Bytes that the arena after a switch may take, of `wanted`, where `room` bytes are free beside what was staged of
+    the old one (bytes of each layer): all that is free; but where that is less than WAY_BACK_SHARE of what could be had
+    by letting go of what was staged layer by layer, that. What was staged is the way back that computes nothing again,
+    for the moment; the arena stays."""
+    in_turn = most_in_turn(room, staged)
+    return room if room >= WAY_BACK_SHARE * min(wanted, in_turn) else in_turn
 
 
 def available_on_cpu(free: int, ranks: int, needed: int) -> int:

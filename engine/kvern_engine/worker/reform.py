@@ -38,6 +38,7 @@ from kvern_engine.parallel.messages import Reform
 from kvern_engine.parallel.reshard import Move, Pieces, plan_moves, rounds
 from kvern_engine.worker.kv_store import ArenaKv, KvSource, StagedKv, as_integers
 from kvern_engine.worker.load import parameter_bytes
+from kvern_engine.worker.memory import KvCacheSize, most_beside
 from kvern_engine.worker.tables import RowTables
 from kvern_engine.worker.worker import CPU_LAYOUT_BYTES, Worker
 
@@ -64,8 +65,10 @@ def why_not(worker: Worker) -> str | None:
 class Reformed:
     """The worker that `before` becomes: `worker`, which has loaded and reported `ready`. `move_kv` comes next.
 
-    Where there is no room for two arenas (`Reform.kept`), the old one is freed once the blocks that are to outlive it
-    are out of it; `undo` makes it anew.
+    Where there is no room for two arenas (`Reform.kept`), the old one is freed as the blocks that are to outlive it are
+    taken out of it; `undo` makes it anew. Where there is not even room for these and the new one, the new one is made
+    layer by layer while they move, and what has moved is let go: after that `undo` finds K and V lost
+    (`Worker.lost_kv`).
     """
 
     worker: Worker
@@ -76,6 +79,7 @@ class Reformed:
             raise ValueError(f"the layout cannot be changed: {reason}")
         self._before, self._message, self._blocks = before, message, ready.num_blocks
         self._staged: StagedKv | None = None
+        self._gave_up_arena = self._in_turn = False
         self.seconds: dict[str, float] = {}
         after = Layout(message.data, message.tensor, before.layout.pipeline)
         check_layout(before.model.config, after)
@@ -103,9 +107,9 @@ class Reformed:
                 self.worker.model.add_cpu_layouts()
         with self._measured("kv_cache"):
             self.worker.memory_used = before.memory_used + weight_bytes - parameter_bytes(before.model)
-            self.worker.most_kv_bytes = self._room() if kept is not None else None
-            size = self.worker._size_kv_cache(self.worker.memory_used)
-            self.worker.runner = self.worker._make_runner(size.num_blocks)
+            size = self._size_kv_cache()
+            arena: list[Tensor] = [] if self._in_turn else self.worker._arena(size.num_blocks)
+            self.worker.runner = self.worker._make_runner(arena)
             if self.worker._use_graphs:
                 self.worker.runner.add_graphs()  # captured as steps need them: all ranks get the same steps
         return msgspec.structs.replace(
@@ -141,12 +145,24 @@ class Reformed:
 
     # ------------------------------------------------------------ memory
 
+    def _size_kv_cache(self) -> KvCacheSize:
+        """All ranks of an engine must call this. Decides whether the arena is made in turn with what was staged."""
+        worker, used = self.worker, self.worker.memory_used
+        if self._staged is None:
+            return worker._size_kv_cache(used)
+        room, wanted = self._room(), worker._available(worker._block_bytes, used)
+        worker.most_kv_bytes = most_beside(room, wanted, self._staged.device_bytes)
+        size = worker._size_kv_cache(used)
+        self._in_turn = size.num_bytes > room
+        return size
+
     @torch.inference_mode()
     def _stage(self, blocks: Sequence[int]) -> None:
         """Take the blocks out of the old arena and free it, with the graphs that were recorded over it."""
         before = self._before
         assert before.runner is not None
         self._had_graphs = before.runner.graphs is not None
+        self._gave_up_arena = True
         arena, before.runner = before.runner.arena, None  # nothing of a runner holds itself: its graphs are gone
         room = self._room()
         staged = self._staged = StagedKv(arena, blocks, room, self._empty_cache)
@@ -174,14 +190,19 @@ class Reformed:
         before = self._before
         if hasattr(self, "worker"):
             del self.worker
-        if self._staged is not None:
-            gc.collect()
-            self._empty_cache()
-            before.runner = before._make_runner(self._blocks)
-            self._staged.put_back(before.runner.arena)
-            if self._had_graphs:
-                before.runner.add_graphs()
-            self._staged = None
+        if not self._gave_up_arena:
+            return
+        gc.collect()
+        self._empty_cache()
+        staged, self._staged = self._staged, None
+        if staged is not None and staged.is_whole:
+            arena = staged.put_back(lambda: before.arena_layer(self._blocks), self._empty_cache)
+        else:
+            before.lost_kv, staged = True, None
+            arena = before._arena(self._blocks)
+        before.runner = before._make_runner(arena)
+        if self._had_graphs:
+            before.runner.add_graphs()
 
     def settle(self) -> None:
         """The new worker has taken over: what the old one had is given back to the device."""
@@ -230,11 +251,22 @@ class Reformed:
             plan = plan_kv_moves(before.model.config, before.layout, after.layout, blocks)
             assert after.runner is not None
             layers = _Layers(plan, self._kv_source(), before, after, self._slice)
-            for number, layer in enumerate(after.runner.arena):
-                layers.move(number, layer, self._transfer)
+            for number in range(after.model.shard.num_layers):
+                if self._in_turn:
+                    after.runner.arena.append(after.arena_layer(self.ready.num_blocks))
+                layers.move(number, after.runner.arena[number], self._transfer)
+                if self._in_turn:
+                    self._let_go(number)
             self._settle()
         del self._transfer  # the ranks are done with each other
         return seconds
+
+    def _let_go(self, layer: int) -> None:
+        """Of what was staged, once others have what they need of it."""
+        assert self._staged is not None
+        self._settle()
+        self._staged.let_go(layer)
+        self._empty_cache()
 
     def _kv_source(self) -> KvSource:
         if self._staged is not None:

@@ -24,7 +24,8 @@ from kvern_engine.worker.tables import Feature, RowTables
 
 
 class Runner:
-    """Runs steps of `model` over `arena`, a layer [2, Hkv, N, bs, D] each, with the state in `tables`.
+    """Runs steps of `model` over `arena`, a layer [2, Hkv, N, bs, D] each, with the state in `tables`. The list may be
+    filled later, before the first step.
 
     `link`: the model is one stage of several; what only the last one knows (tokens, logprobs, logits) is missing in the
     others' results. `invariant`: a row's numbers do not depend on the others (`invariant.py`).

@@ -69,6 +69,7 @@ class SimWorker:
         like: "SimWorker | None" = None,
     ) -> None:
         self._like = like
+        self.lost_kv = False  # as `Worker`'s
         self.config, self.rank = config, rank
         self.layout = Layout.of(config)
         engine, stage, _ = self.layout.coordinates(rank)

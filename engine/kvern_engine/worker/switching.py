@@ -67,7 +67,7 @@ class Switching:
         begin = time.perf_counter()
         try:
             seconds, ready = self._do(message)
-            answer = Switched(message.switch, rank, step, seconds, ready)
+            answer = Switched(message.switch, rank, step, seconds, ready, lost_kv=self._tell_of_loss(message))
         except Exception as error:
             log.exception("the switch failed at %s", step)
             known = isinstance(error, ValueError | MemoryError)
@@ -97,6 +97,13 @@ class Switching:
         else:
             self._go_back()
         return {}, None
+
+    def _tell_of_loss(self, message: SwitchToWorker) -> bool:
+        """With the answer to Finish, once: whether the worker that serves lost K and V on the way back."""
+        lost = isinstance(message, Finish) and bool(self.worker.lost_kv)
+        if lost:
+            self.worker.lost_kv = False
+        return lost
 
     def _let_go(self) -> None:
         """Of the old layout: its weights, arena and groups."""

@@ -86,6 +86,7 @@ class Worker:
         self.parallel = parallel
         self.memory_used = 0  # bytes on the device beside the KV cache at the peak of a step
         self.most_kv_bytes: int | None = None  # where a switch leaves less room than a start does
+        self.lost_kv = False  # K and V of its blocks are gone since its core knew them: a switch had no room for them
         self.is_asynchronous = self.device.type == "cuda"  # execute returns before the step is over
         self.runner: Runner | None = None
         self._link: StageLink | None = None
@@ -145,7 +146,7 @@ class Worker:
             used = self.memory_used = self._profile()
         with self._phase("kv_cache", report), self._out_of_memory("the KV cache"):
             size = self._size_kv_cache(used)
-            self.runner = self._make_runner(size.num_blocks)
+            self.runner = self._make_runner(self._arena(size.num_blocks))
         if self.config.batch_invariant:
             with self._phase("invariance", report):
                 self._check_invariance(self.runner, size.num_blocks)
@@ -268,8 +269,7 @@ class Worker:
             return self.groups.context(self.layout)
         return init_parallel(self.layout, engine, self.rank, self._rendezvous, self.device, timeout, through_peers)
 
-    def _make_runner(self, num_blocks: int) -> Runner:
-        arena = self._arena(num_blocks)
+    def _make_runner(self, arena: list[Tensor]) -> Runner:
         invariant = self.config.batch_invariant
         return Runner(self.model, self.tables, arena, self._most_tokens, self._link, invariant=invariant)
 
@@ -356,9 +356,10 @@ class Worker:
     def _arena(self, num_blocks: int) -> list[Tensor]:
         """The KV cache of this rank: a tensor [2, Hkv, num_blocks, block_size, head_dim] of its heads for each of its
         layers, each with memory of its own, which can be given back while others are in use."""
-        return [self._arena_layer(num_blocks) for _ in range(self.model.shard.num_layers)]
+        return [self.arena_layer(num_blocks) for _ in range(self.model.shard.num_layers)]
 
-    def _arena_layer(self, num_blocks: int) -> Tensor:
+    def arena_layer(self, num_blocks: int) -> Tensor:
+        """One of them, of zeros."""
         shard, head_dim = self.model.shard, self.model.config.head_dim
         shape = (2, shard.kv_heads.size, num_blocks, self.config.block_size, head_dim)
         dtype = self._kv_dtype
@@ -381,7 +382,7 @@ class Worker:
         tokens, rows = self._most_tokens, self.step_limits.max_num_seqs
         if self.device.type != "cuda":
             tokens, rows = min(tokens, _WARM_UP_TOKENS), 1
-        runner = self._make_runner(1)
+        runner = self._make_runner(self._arena(1))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         plan = profile_plan(tokens, rows, self.max_model_len, self.config.block_size)
@@ -427,10 +428,7 @@ class Worker:
 
     def _size_kv_cache(self, used: int) -> memory.KvCacheSize:
         """This rank's part of a cache of as many blocks as the rank with the least room can have."""
-        shard, head_dim = self.model.shard, self.model.config.head_dim
-        per_block = memory.block_bytes(
-            shard.num_layers, shard.kv_heads.size, head_dim, self.config.block_size, self._kv_dtype.itemsize
-        )
+        per_block = self._block_bytes
         own = memory.size_kv_cache(
             self._available(per_block, used),
             per_block,
@@ -444,6 +442,12 @@ class Worker:
             self.max_model_len = blocks * self.config.block_size
             log.warning("max_model_len auto: %d tokens fit, the model's own length does not", self.max_model_len)
         return memory.KvCacheSize(blocks, blocks * per_block)
+
+    @property
+    def _block_bytes(self) -> int:
+        shard, head_dim = self.model.shard, self.model.config.head_dim
+        size, element = self.config.block_size, self._kv_dtype.itemsize
+        return memory.block_bytes(shard.num_layers, shard.kv_heads.size, head_dim, size, element)
 
     def _available(self, per_block: int, used: int) -> int:
         if self.config.kv_cache_memory_bytes is not None:

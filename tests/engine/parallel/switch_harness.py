@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ import torch
 
 from kvern_engine.assemble import build_core
 from kvern_engine.config import EngineConfig
+from kvern_engine.core.handed import Handover
 from kvern_engine.core.loop import EngineCore
-from kvern_engine.core.placement import Placement, Room, kept_blocks, place
+from kvern_engine.core.placement import Placement, Room, kept_blocks, place, without_kv
 from kvern_engine.core.plan import StepPlan, StepResult, WorkerReady
 from kvern_engine.ipc import AddRequest, TokenOutput
 from kvern_engine.parallel.layout import Layout
 from kvern_engine.parallel.messages import Finish, MoveKv, Reform, Switched
+from kvern_engine.worker.reform import Reformed
 from kvern_engine.worker.runner import Runner
 from kvern_engine.worker.switching import Switching
 from kvern_engine.worker.worker import Worker
@@ -73,7 +75,11 @@ def left_alone(config: EngineConfig, requests: Iterable[AddRequest]) -> dict[str
     return found
 
 
-def _load(pipe: Connection, config: EngineConfig, rank: int, rendezvous: str, connected: bool) -> Switching:
+def _load(
+    pipe: Connection, config: EngineConfig, rank: int, rendezvous: str, connected: bool, room: int | None
+) -> Switching:
+    if room is not None:
+        Reformed._room = lambda self: room  # type: ignore[method-assign]
     worker = Worker(config, rank, rendezvous=rendezvous, stays_connected=connected)
     return Switching(worker, worker.load(), pipe.send)
 
@@ -123,10 +129,16 @@ def answer(pipe: Connection) -> Any:
 
 class SwitchingPod:
     """Ranks of a pod whose layout changes. `tight`: as on GPUs, they stay connected, and there is no room for two
-    arenas."""
+    arenas; with `room`, these bytes are all that each finds free."""
 
     def __init__(
-        self, config: EngineConfig, folder: Path, count: int = 4, tight: bool = False, method: str = "forkserver"
+        self,
+        config: EngineConfig,
+        folder: Path,
+        count: int = 4,
+        tight: bool = False,
+        method: str = "forkserver",
+        room: int | None = None,
     ) -> None:
         self._tight = tight
         context = multiprocessing.get_context(method)
@@ -147,7 +159,7 @@ class SwitchingPod:
         self.layout = Layout.of(config)
         for rank, pipe in enumerate(self.pipes):
             engine = self.layout.coordinates(rank)[0]
-            pipe.send(("load", config, rank, f"file://{folder}/first-{engine}", tight))
+            pipe.send(("load", config, rank, f"file://{folder}/first-{engine}", tight, room))
         self.ready: list[WorkerReady] = [answer(pipe) for pipe in self.pipes]
         self.cores = [self._core(engine) for engine in range(self.layout.data)]
 
@@ -207,9 +219,9 @@ class SwitchingPod:
         placed = place(handovers, self.layout, after, rooms)
         moved = self.ask(MoveKv(number, [(*pair, blocks) for pair, blocks in placed.moves.items()]))
         assert not [each.error for each in moved if each.error]
-        self.ask(Finish(number, keep))
+        finished = self.ask(Finish(number, keep))
         if not keep:  # as the supervisor does: the old engines take their own back
-            self.go_back(handovers)
+            self.go_back(handovers, {self.layout.coordinates(each.rank)[0] for each in finished if each.lost_kv})
             return placed
         self.layout, self.ready = after, ready
         self.cores = [self._core(engine) for engine in range(after.data)]
@@ -217,11 +229,12 @@ class SwitchingPod:
             core.scheduler.take_over(share)
         return placed
 
-    def go_back(self, handovers: list[Any]) -> None:
-        """The old engines take their own back, block by block."""
+    def go_back(self, handovers: list[Handover], lost: Collection[int] = ()) -> None:
+        """The old engines take their own back, block by block but for those whose workers have `lost` theirs."""
+        self.lost = set(lost)
         self.cores = [self._core(engine) for engine in range(self.layout.data)]
         for core, handover in zip(self.cores, handovers, strict=True):
-            core.scheduler.take_over(handover.unmoved())
+            core.scheduler.take_over(without_kv(handover) if handover.engine in lost else handover.unmoved())
 
     def held(self) -> list[tuple[int, ...]]:
         """Of each rank: open files, threads of Python, threads, workers, runners."""

@@ -42,12 +42,22 @@ def test_what_is_staged_is_what_was_there(dtype: torch.dtype, room: int) -> None
         found = taken(staged, heads, blocks)
         assert torch.equal(found, taken(ArenaKv(whole), heads, blocks))
         assert found.shape == (LAYERS, 2, heads.stop - heads.start, len(blocks), 8, 16)
-    again = [torch.zeros(SHAPE).to(dtype) for _ in range(LAYERS)]
-    staged.put_back(again)
-    assert torch.equal(*(taken(ArenaKv(each), slice(0, 4), [2, 5, 7]) for each in (again, whole)))
-    assert not taken(ArenaKv(again), slice(0, 4), [0, 1, 3]).any()
     with pytest.raises(KeyError):
         staged.places([1])
+    left: list[int] = []
+    again = staged.put_back(lambda: torch.zeros(SHAPE).to(dtype), lambda: left.append(staged.nbytes))
+    assert torch.equal(*(taken(ArenaKv(each), slice(0, 4), [2, 5, 7]) for each in (again, whole)))
+    assert not taken(ArenaKv(again), slice(0, 4), [0, 1, 3]).any()
+    assert left[-1] == 0 and left == sorted(left, reverse=True), "used up in turn"
+
+
+def test_what_is_let_go_does_not_come_back() -> None:
+    staged = StagedKv(arena(), [7, 2, 5], 1 << 40)
+    assert staged.is_whole and staged.device_bytes == [EACH] * LAYERS
+    staged.let_go(1)
+    assert not staged.is_whole and staged.device_bytes == [EACH, 0, EACH] and staged.nbytes == 2 * EACH
+    places = staged.places([2])
+    assert staged.take(2, slice(0, 1), places).shape == (2, 1, 1, 8, 16)
 
 
 def test_there_is_room_for_one_layers_blocks_only() -> None:

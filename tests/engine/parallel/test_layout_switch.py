@@ -15,6 +15,7 @@ import pytest
 
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.handed import Handover, HeldChoice, HeldRequest
+from kvern_engine.core.placement import without_kv
 from kvern_engine.core.plan import WorkerReady
 from kvern_engine.ipc import AddRequest, CoreReady
 from kvern_engine.layout_switch import LayoutSwitch
@@ -209,15 +210,16 @@ def test_a_switch_from_beginning_to_end(tmp_path: Path, source: Layout, target: 
     assert all(sock.closed for sock in pod.sockets) and not list(tmp_path.iterdir())
 
 
-def everybody_is_back(pod: Played, reason: str, engines: Sequence[int]) -> None:
-    """The old engines that live go on with what they had, block for block, and the reason is told."""
+def everybody_is_back(pod: Played, reason: str, engines: Sequence[int], lost: Sequence[int] = ()) -> None:
+    """The old engines that live go on with what they had, block for block but for those that `lost` theirs, and the
+    reason is told."""
     assert pod.layout == pod.source and not pod.switch.running
     record = pod.said(LayoutState)[-1].last[0]
     assert (record.outcome, record.reason) == ("RolledBack", reason)
     taken = {index: order for _, index, order in pod.told(TakeOver) if order.data == pod.source.data}
     assert sorted(taken) == list(engines)
     for engine, order in taken.items():
-        assert order.share == handover(engine).unmoved()
+        assert order.share == (without_kv if engine in lost else Handover.unmoved)(handover(engine))
         assert [peer[0] for peer in order.peers] == pod.source.ranks_of(engine)
     (changed,) = pod.said(LayoutChanged)
     assert (changed.data, changed.tensor, changed.engine_of) == (pod.source.data, pod.source.tensor, {})
@@ -241,6 +243,28 @@ def test_a_worker_that_cannot(tmp_path: Path, kind: type, step: str) -> None:
     pod.fail = fail
     pod.run(1)
     everybody_is_back(pod, "worker 2: this machine has too little memory", [0, 1])
+
+
+def test_a_worker_that_lost_its_kv_on_the_way_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its engine's requests go on from their tokens; the other engine has all that it had."""
+    pod = Played(tmp_path, Layout(2, 2))
+
+    def fail(_: str, index: int, message: Any) -> bool:
+        if isinstance(message, MoveKv) and index == 0:
+            pod.switch.read(Switched(1, 0, "kv", error="a rank of the pod is gone"))
+            return True
+        if isinstance(message, Finish) and index == 3:
+            pod.switch.read(Switched(1, 3, "finish", lost_kv=True))
+            return True
+        return False
+
+    pod.fail = fail
+    pod.run(4)
+    everybody_is_back(pod, "worker 0: a rank of the pod is gone", [0, 1], lost=[1])
+    (again,) = [order.share for _, engine, order in pod.told(TakeOver) if engine == 1]
+    (choice,) = again.requests[0].choices
+    assert (choice.state, choice.tokens, choice.blocks, choice.lost) == ("waiting", [6], [], 5)
+    assert "engine 1 computes its KV again" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [Hold, Reform, MoveKv, TakeOver])

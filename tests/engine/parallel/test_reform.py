@@ -36,11 +36,17 @@ def undisturbed(made_path: str) -> dict[str, list[int]]:
     return left_alone(config(made_path, 1, 1), requests(8))
 
 
-@pytest.mark.parametrize("tight", [False, True], ids=["two arenas", "one arena"])
+@pytest.mark.parametrize(
+    ("tight", "room"), [(False, None), (True, None), (True, 1)], ids=["two arenas", "one arena", "layers in turn"]
+)
 def test_streams_go_on_through_every_layout(
-    made_path: str, undisturbed: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory, tight: bool
+    made_path: str,
+    undisturbed: dict[str, list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+    tight: bool,
+    room: int | None,
 ) -> None:
-    pod = SwitchingPod(config(made_path, 4, 1), tmp_path_factory.mktemp("switch"), tight=tight)
+    pod = SwitchingPod(config(made_path, 4, 1), tmp_path_factory.mktemp("switch"), tight=tight, room=room)
     try:
         for i, request in enumerate(requests(8)):
             pod.add(i % 4, request)
@@ -52,6 +58,7 @@ def test_streams_go_on_through_every_layout(
             pod.steps(4)
         pod.switch(4, keep=False)
         assert pod.layout.tensor == 1
+        assert pod.lost == ({0, 1, 2, 3} if room else set()), "what was let go for the new arena is computed again"
         pod.run()
         assert pod.tokens() == undisturbed
         assert (kept, recomputed) == (36, 2), "one engine of four ranks has eight rows for ten choices"
@@ -67,9 +74,13 @@ def test_streams_go_on_through_every_layout(
         pod.close()
 
 
-@pytest.mark.parametrize("tight", [False, True], ids=["two arenas", "one arena"])
-def test_a_switch_leaves_nothing_behind(made_path: str, tmp_path_factory: pytest.TempPathFactory, tight: bool) -> None:
-    pod = SwitchingPod(config(made_path, 4, 1), tmp_path_factory.mktemp("switch"), tight=tight)
+@pytest.mark.parametrize(
+    ("tight", "room"), [(False, None), (True, None), (True, 1)], ids=["two arenas", "one arena", "layers in turn"]
+)
+def test_a_switch_leaves_nothing_behind(
+    made_path: str, tmp_path_factory: pytest.TempPathFactory, tight: bool, room: int | None
+) -> None:
+    pod = SwitchingPod(config(made_path, 4, 1), tmp_path_factory.mktemp("switch"), tight=tight, room=room)
     try:
         for tensor in (2, 4, 1):
             pod.switch(tensor)

@@ -214,6 +214,31 @@ def test_block_bytes() -> None:
     assert memory.block_bytes(LLAMA_8B.num_layers // 2, 1, LLAMA_8B.head_dim, 16, 2) == 131072
 
 
+@given(st.integers(0, 1000), st.lists(st.integers(0, 300), min_size=1, max_size=8))
+def test_an_arena_made_as_another_one_leaves(room: int, leaving: list[int]) -> None:
+    """It finds room at every layer, and one of a byte more a layer does not."""
+
+    def fits(each: int) -> bool:
+        free = room
+        for size in leaving:
+            if each > free:
+                return False
+            free += size - each
+        return True
+
+    most = memory.most_in_turn(room, leaving)
+    assert most % len(leaving) == 0
+    assert fits(most // len(leaving)) and not fits(most // len(leaving) + 1)
+
+
+def test_what_was_staged_is_kept_while_that_costs_little() -> None:
+    assert memory.most_beside(100, 90, [10] * 4) == 100, "there is room for both"
+    assert memory.most_beside(92, 100, [10] * 4) == 92, "a little smaller, for the way back"
+    assert memory.most_beside(60, 100, [10] * 4) == memory.most_in_turn(60, [10] * 4) == 88
+    assert memory.most_beside(60, 64, [10] * 4) == 60
+    assert memory.most_beside(60, 100, [0] * 4) == 60, "nothing was staged on the device: nothing can be let go"
+
+
 def test_available() -> None:
     assert memory.available_on_gpu(100 * GIB, 20 * GIB, 0.9) == 70 * GIB
     assert memory.available_on_gpu(100 * GIB, 20 * GIB, 0.9, graphs=2 * GIB) == 68 * GIB
