@@ -8,6 +8,7 @@ second of each alone and of both, and `times`: how many times one card's through
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -50,10 +51,12 @@ def main():
             process.start()
         tokens = dict(answers.get(timeout=300) for _ in range(2))
         rate = {}  # output tokens a second
-        for run in range(1, a.runs + 1):
+        salts = itertools.count(1)  # the first token of every prompt, so that no run finds another one's prefixes
+        for _ in range(a.runs):
             for cards in ([0], [1], [0, 1]):
+                salt = next(salts)
                 for card in cards:
-                    commands[card].put(run)
+                    commands[card].put(salt)
                 seconds = max(answers.get(timeout=300)[1] for _ in cards)
                 rate.setdefault(tuple(cards), []).append(sum(tokens[card] for card in cards) / seconds)
         for queue in commands:

@@ -75,7 +75,7 @@ def compiled(source: str, options: Sequence[str], folder: Path) -> bytes:
     return code
 
 
-class _Driver:
+class Driver:
     """libcuda; the context is that of torch, current in every thread that has used the device."""
 
     def __init__(self) -> None:
@@ -96,10 +96,10 @@ class TensorMap:
         size, align = 128, 64
         self._room = ctypes.create_string_buffer(size + align)
         self.address = (ctypes.addressof(self._room) + align - 1) & ~(align - 1)
-        driver, item = _driver(), matrix.element_size()
+        cuda, item = driver(), matrix.element_size()
         rows, columns = matrix.shape
-        driver.check(
-            driver.lib.cuTensorMapEncodeTiled(
+        cuda.check(
+            cuda.lib.cuTensorMapEncodeTiled(
                 ctypes.c_void_p(self.address),
                 _MAP_TYPES[matrix.dtype],
                 2,
@@ -117,12 +117,13 @@ class TensorMap:
         )
 
 
-_found: list[_Driver] = []
+_found: list[Driver] = []
 
 
-def _driver() -> _Driver:
+def driver() -> Driver:
+    """The one of this process."""
     if not _found:
-        _found.append(_Driver())
+        _found.append(Driver())
     return _found[0]
 
 
@@ -133,7 +134,7 @@ class Kernel:
     """One entry function of `code`, loaded in the current context."""
 
     def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
-        self._driver, self._shared = _driver(), shared_bytes
+        self._driver, self._shared = driver(), shared_bytes
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         lib, check = self._driver.lib, self._driver.check
         check(lib.cuModuleLoadData(ctypes.byref(self._module), code), "loading a kernel")

@@ -5,20 +5,18 @@ up. With two ranks that moves as few bytes as any other way, so that it serves p
 sums. The buffers come from `kvern_engine.parallel.peers`.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .large_products import folder
 from .launch_triton import early_launch
 from .nvrtc import Kernel, compiled
+from .peer_memory import PeerMemory
 from .peer_sum_source import SLOTS, Variant, options, source
 
 SLOT_BYTES = 8 << 20  # that a sender writes in one call: 1,024 rows of 4,096 numbers; more rows are several calls
 SMALL_BYTES = 512 << 10  # up to which more than two ranks send everything to everybody
-_EMPTY = -0x7FFF8000  # 0x80008000: two negative zeros of 16 bits
+EMPTY = 0x80008000  # two negative zeros of 16 bits
 _TYPES = torch.bfloat16, torch.float16
 
 
@@ -27,31 +25,16 @@ def buffer_bytes(ranks: int) -> int:
     return SLOTS * (ranks - 1) * SLOT_BYTES
 
 
-@dataclass
 class PeerSum:
-    """One rank's end. `addresses` of each rank's buffer, as this rank reaches them; `buffer`, the own one, [n] int32,
-    is kept alive with `mapping`, whatever holds the others' open. All ranks make one of these and `clear` it, and meet,
-    before any of them sums; from then on they make the same calls in the same order."""
+    """One rank's end over `memory`, which all ranks have opened. All ranks make one of these and meet before any of
+    them sums; from then on they make the same calls in the same order."""
 
-    rank: int
-    addresses: list[int]
-    buffer: Tensor
-    mapping: Any = None
-    _kernels: dict[Variant, Kernel] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        device = self.buffer.device
-        self._table = torch.tensor(self.addresses, dtype=torch.int64, device=device)
-        self._state = torch.zeros(4, dtype=torch.int32, device=device)
-
-    @property
-    def ranks(self) -> int:
-        return len(self.addresses)
-
-    def clear(self) -> None:
-        """Nothing has arrived: before the first call."""
-        self.buffer.fill_(_EMPTY)
-        self._state.zero_()
+    def __init__(self, rank: int, memory: PeerMemory) -> None:
+        self.rank, self.ranks, self._memory = rank, len(memory.addresses), memory
+        self._table = torch.tensor(memory.addresses, dtype=torch.int64, device=memory.device)
+        self._state = torch.zeros(4, dtype=torch.int32, device=memory.device)
+        self._kernels: dict[Variant, Kernel] = {}
+        memory.fill(EMPTY)  # nothing has arrived
 
     def fits(self, width: int, dtype: torch.dtype) -> bool:
         """Rows of `width` numbers of `dtype` can be summed. Compiles what that takes, or finds it on disk: not for the
@@ -87,7 +70,7 @@ class PeerSum:
         variant = Variant(self.ranks, width, dtype == torch.float16, SLOT_BYTES)
         found = self._kernels.get(variant)
         if found is None:
-            device = self.buffer.device
+            device = self._memory.device
             with torch.cuda.device(device):
                 capability = "{}{}".format(*torch.cuda.get_device_capability(device))
                 code = compiled(source(), options(variant, capability), folder())
