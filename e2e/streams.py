@@ -151,7 +151,11 @@ class Load:
         options.append(f"--name /tmp/{self.name}")
         command = f"python3 /opt/client/load.py run {self.service.url} {MODEL} {' '.join(options)}"
         self.client.exec("sh", "-c", f"setsid {command} >/tmp/{self.name}.log 2>&1 </dev/null &")
-        eventually("all streams have begun", lambda: self.status()["running"] >= self.streams, seconds, every=1)
+        try:
+            eventually("all streams have begun", lambda: self.status()["running"] >= self.streams, seconds, every=1)
+        except AssertionError as error:
+            said = self.client.exec("tail", "-n", "5", f"/tmp/{self.name}.log", check=False)
+            raise AssertionError(f"{error}\nthe client said: {said}") from None
 
     def status(self) -> Object:
         """How it goes, not older than a few seconds."""

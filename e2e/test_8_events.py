@@ -125,7 +125,7 @@ def test_real_answers(operator: None, namespace: str, client: Client, show: Show
     """Models that compute: greedy texts stay what they are whoever goes on with the service."""
     load = Load(client, Service("real", namespace), f"real-{namespace}", streams=4, tokens=200, knock=2)
     target = events.Target(load.service)
-    exact = {"device": "cpu", "batch-invariant": True}
+    exact = {"device": "cpu", "batch-invariant": "true"}
     spec = streams.spec(replicas=2) | {"engine": {"maxNumSeqs": 16, "args": exact}}
     target.service.apply(kit.manifest("real", uri, **spec))
     target.settle()
