@@ -171,11 +171,9 @@ def test_wanted_hidden_states_are_those_of_the_whole_step(tiny: LoadedModel) -> 
     for step in steps:
         batch = runner._builder.build(step, runner.tables.apply(step))
         with torch.inference_mode():
-            every = tiny.worker.model.forward(batch.token_ids, batch.positions, runner._kv_caches, batch.meta)
+            every = tiny.worker.model.forward(batch.token_ids, batch.positions, runner.arena, batch.meta)
             assert batch.wanted is not None or all(step.samples)
-            some = tiny.worker.model.forward(
-                batch.token_ids, batch.positions, runner._kv_caches, batch.meta, batch.wanted
-            )
+            some = tiny.worker.model.forward(batch.token_ids, batch.positions, runner.arena, batch.meta, batch.wanted)
         if batch.wanted is not None:
             assert len(some) == sum(step.samples)
             torch.testing.assert_close(some, every[batch.wanted.index], atol=1e-5, rtol=1e-5)
