@@ -45,13 +45,16 @@ types: $(VENV)/.installed-test  ## mypy, strict in the pure modules
 layers: $(VENV)/.installed-test  ## import-linter: who may import whom
 	@$(BIN)/lint-imports
 
-# Two files at a time fill two cores, and tests with real processes wait for real seconds: the few that failed beside
-# others run once more alone, named, and what fails alone fails.
-unit: $(VENV)/.installed-test  ## pytest, two files at a time
-	@$(BIN)/pytest -q -n 2 --dist loadfile || { code=$$?; [ $$code = 1 ] && tools/again.sh 5 $(BIN)/pytest; }
+# Tests wait for half of their time, for real processes and for real seconds: three files at a time fill two cores. The
+# few that failed beside others run once more alone, named, and what fails alone fails.
+FILES_AT_A_TIME ?= 3
+SHARED := -n $(FILES_AT_A_TIME) --dist loadfile --no-loadscope-reorder
+
+unit: $(VENV)/.installed-test  ## pytest, three files at a time
+	@$(BIN)/pytest -q $(SHARED) || { code=$$?; [ $$code = 1 ] && tools/again.sh 5 $(BIN)/pytest; }
 
 test-full: $(VENV)/.installed-test  ## unit with what takes long: each family at each layout, 10,000 hostile strings, an API server
-	@KVERN_TEST_FULL=1 $(BIN)/pytest -q -n 2 --dist loadfile
+	@KVERN_TEST_FULL=1 $(BIN)/pytest -q $(SHARED)
 
 cluster:  ## a kind cluster with the images loaded; e2e/README.md
 	@e2e/cluster/cluster.sh up

@@ -4,7 +4,10 @@ import contextlib
 import functools
 import os
 import ssl
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 # An example may take as long as the machine has other things to do: how long it took says nothing about what is tested.
 with contextlib.suppress(ImportError):  # where only some tests are to run
@@ -28,3 +31,28 @@ with contextlib.suppress(ImportError):
         return _read_once(file) if worlds else _make_context(*args, **options)
 
     ssl.create_default_context = _create_default_context
+
+# Several processes share the files (`make unit`): a long one that begins last would have the end to itself.
+_LONG_FIRST = (
+    "engine/parallel_pod",
+    "kernels/test_triton",
+    "engine/e2e",
+    "engine/parallel",
+    "engine/processes",
+    "operator/test_local",
+    "operator/test_whole_path",
+    "operator",
+    "router",
+    "engine/server",
+)
+_TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    file = item.path.relative_to(_TESTS).as_posix() if item.path.is_relative_to(_TESTS) else ""
+    return next((i for i, start in enumerate(_LONG_FIRST) if file.startswith(start)), len(_LONG_FIRST))

@@ -25,15 +25,22 @@ SHARED: dict[str, tuple[str, ...]] = {
 THREADS = {"smol": {"OMP_NUM_THREADS": "2"}}
 
 
+class Fleet(dict[str, Serve]):
+    """The shared servers by name, each started when a test first asks for it: where several processes share the tests,
+    each of them would start all of them otherwise."""
+
+    def __init__(self, folder_of: Callable[[str], Path]) -> None:
+        super().__init__()
+        self._folder_of = folder_of
+
+    def __missing__(self, name: str) -> Serve:
+        self[name] = Serve(*SHARED[name], tmp=self._folder_of(name), env=THREADS.get(name))
+        return self[name]
+
+
 @pytest.fixture(scope="session")
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve]]:
-    """The shared servers that the chosen tests need, started side by side."""
-    needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    servers = {
-        name: Serve(*arguments, tmp=tmp_path_factory.mktemp(name), env=THREADS.get(name))
-        for name, arguments in SHARED.items()
-        if name in needed
-    }
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    servers = Fleet(tmp_path_factory.mktemp)
     yield servers
     for server in servers.values():
         server.stop()
@@ -41,7 +48,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         assert "Traceback" not in server.text(), server.text()
 
 
-def _at_rest(fleet: dict[str, Serve], name: str) -> Iterator[Serve]:
+def _at_rest(fleet: Fleet, name: str) -> Iterator[Serve]:
     """Every test finds its server at rest and leaves it so."""
     fleet[name].assert_at_rest()
     yield fleet[name]
@@ -50,22 +57,22 @@ def _at_rest(fleet: dict[str, Serve], name: str) -> Iterator[Serve]:
 
 
 @pytest.fixture
-def smol(fleet: dict[str, Serve]) -> Iterator[Serve]:
+def smol(fleet: Fleet) -> Iterator[Serve]:
     yield from _at_rest(fleet, "smol")
 
 
 @pytest.fixture
-def tiny(fleet: dict[str, Serve]) -> Iterator[Serve]:
+def tiny(fleet: Fleet) -> Iterator[Serve]:
     yield from _at_rest(fleet, "tiny")
 
 
 @pytest.fixture
-def slow(fleet: dict[str, Serve]) -> Iterator[Serve]:
+def slow(fleet: Fleet) -> Iterator[Serve]:
     yield from _at_rest(fleet, "slow")
 
 
 @pytest.fixture
-def sim(fleet: dict[str, Serve]) -> Iterator[Serve]:
+def sim(fleet: Fleet) -> Iterator[Serve]:
     yield from _at_rest(fleet, "sim")
 
 
