@@ -70,7 +70,9 @@ def main() -> int:
     level = str(settings.get("log_level", "info"))
     # A person at the terminal sees the supervisor's progress; children speak up only when something is wrong.
     level = "warning" if spec.human_logs and level == "info" else level
-    logs.setup(level, f"{spec.kind}-{spec.index}", spec.human_logs, str(settings.get("log_format", "text")))
+    form = str(settings.get("log_format", "text"))
+    # The API server's event loop logs every request.
+    logs.setup(level, f"{spec.kind}-{spec.index}", spec.human_logs, form, background=spec.kind == "server")
     return run(spec)
 
 

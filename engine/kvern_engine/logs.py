@@ -4,11 +4,14 @@ Everything goes to standard error. Requests, prompts and keys are never logged. 
 into `extra=fields(...)`.
 """
 
+import contextlib
 import json
 import logging
 import sys
+import threading
 import time
-from typing import Any
+from collections import deque
+from typing import Any, TextIO
 
 
 def fields(**values: Any) -> dict[str, dict[str, Any]]:
@@ -59,11 +62,69 @@ class HumanFormatter(logging.Formatter):
         return f"{level}{record.getMessage()}{f' ({extra})' if extra else ''}{trace}"
 
 
-def setup(level: str, process: str, human: bool | None = None, form: str = "text") -> None:
+class BackgroundHandler(logging.Handler):
+    """Lines are written by a thread: who logs never waits for whoever reads them, and a server that logs every request
+    makes one write of many lines. What does not fit while nobody reads is dropped, and its number said afterwards."""
+
+    MOST = 10_000  # lines that wait
+    PAUSE = 0.02  # seconds between two writes
+    END = 1.0  # seconds that the end of the process waits for the last lines
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: deque[str] = deque()
+        self._dropped = 0
+        self._some, self._idle = threading.Event(), threading.Event()
+        self._idle.set()
+        threading.Thread(target=self._run, name="logs", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        if len(self._lines) >= self.MOST:
+            self._dropped += 1
+            return
+        self._lines.append(line)
+        self._idle.clear()
+        self._some.set()
+
+    def _run(self) -> None:
+        while True:
+            self._some.wait()
+            self._some.clear()
+            with contextlib.suppress(OSError, ValueError):  # nobody will ever read
+                self._write()
+            if not self._lines:
+                self._idle.set()
+                if self._lines:  # came in between
+                    self._idle.clear()
+            time.sleep(self.PAUSE)
+
+    def _write(self) -> None:
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        self._stream.write("\n".join([*lines, ""]))
+        self._stream.flush()
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            text = "%d lines are missing here: standard error was read too slowly"
+            made = logging.LogRecord(__name__, logging.WARNING, "", 0, text, (dropped,), None)
+            self._stream.write(self.format(made) + "\n")
+            self._stream.flush()
+
+    def flush(self) -> None:
+        """Wait a moment until all is written; the end of the process does."""
+        self._idle.wait(self.END)
+
+
+def setup(level: str, process: str, human: bool | None = None, form: str = "text", *, background: bool = False) -> None:
     """Send the logs of this process to stderr; `human` None: short lines where stderr is a terminal. `form` is text or
-    json (which comes before `human`)."""
+    json (which comes before `human`). `background`: by a thread, for a process that must not wait."""
     human = sys.stderr.isatty() if human is None else human
-    handler = logging.StreamHandler(sys.stderr)
+    handler: logging.Handler = BackgroundHandler(sys.stderr) if background else logging.StreamHandler(sys.stderr)
     if form == "json":
         handler.setFormatter(JsonFormatter(process))
     else:

@@ -2,7 +2,12 @@
 
 import json
 import logging
+import os
+import re
 import sys
+import time
+from collections.abc import Iterator
+from typing import TextIO
 
 import httpx
 import pytest
@@ -53,6 +58,49 @@ def test_the_form_that_was_asked_for(form: str, human: bool, kind: type, monkeyp
     logs.setup("info", "server-0", human, form)
     logging.getLogger("kvern_engine").setLevel(before)
     assert type(given[0].formatter) is kind
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[TextIO, logs.BackgroundHandler]]:
+    """The end of a pipe that can be read, and a handler that writes to the other."""
+    ours, theirs = os.pipe()
+    reader, writer = os.fdopen(ours, encoding="utf-8"), os.fdopen(theirs, "w", encoding="utf-8")
+    handler = logs.BackgroundHandler(writer)
+    handler.setFormatter(logs.KeyValueFormatter("server-0"))
+    yield reader, handler
+    writer.close()
+    reader.close()
+
+
+def test_lines_are_written_in_order_by_a_thread(pipe: tuple[TextIO, logs.BackgroundHandler]) -> None:
+    reader, handler = pipe
+    for i in range(500):
+        handler.handle(record(number=i))
+    handler.flush()
+    assert [reader.readline().rpartition("number=")[2] for _ in range(500)] == [f"{i}\n" for i in range(500)]
+
+
+def test_who_reads_no_log_holds_nobody_up(
+    pipe: tuple[TextIO, logs.BackgroundHandler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that is full would stop the event loop with its next line."""
+    reader, handler = pipe
+    monkeypatch.setattr(handler, "MOST", 100)
+    sent = 0
+    while handler._dropped < 5:  # the pipe is full, and so is what waits for it
+        handler.handle(record(text="x" * 10_000))
+        sent += 1
+        time.sleep(0.001)
+    came = 0
+    while "lines are missing here" not in (line := reader.readline()):
+        came += 1
+    dropped = int(re.search(r'msg="(\d+) lines', line)[1])  # type: ignore[index]
+    assert dropped >= 5 and came + dropped + len(handler._lines) >= sent > came
+    while handler._lines:  # there is room again
+        reader.readline()
+    handler.handle(record(text="the end"))
+    while "the end" not in reader.readline():
+        pass
 
 
 @pytest.fixture
