@@ -6,7 +6,12 @@ fixed rate from one process and, in every second round, has 100 hostile clients 
 or to read, half-closed or gone, pipelining, with huge heads, bad framing, bodies of megabytes that are no JSON or too
 much of it, requests beyond every limit, wrong keys. Each does its worst again and again, with a pause in between.
 
-  hostile.py [--clients 100] [--seconds 20] [--rounds 4] [--rate 12] [--router] [--only KIND ...]
+The clients run elsewhere in life; what they cost must not count as the server's. So the server (with its core, and the
+router) has one half of the CPUs and the clients the other, in rounds with and without hostile clients alike, and
+hostile clients run in the idle class of the scheduler: the healthy ones' clock never waits for them. `--unpinned`
+leaves all of them on all CPUs, as the machine schedules them.
+
+  hostile.py [--clients 100] [--seconds 20] [--rounds 4] [--rate 12] [--router] [--unpinned] [--only KIND ...]
 """
 
 from __future__ import annotations
@@ -42,6 +47,13 @@ def request(body: Any, *headers: str, path: str = "/v1/completions", key: str = 
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = (f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(content)}", f"Authorization: Bearer {key}")
     return "\r\n".join((*lines, *headers, "", "")).encode() + content
+
+
+def halves() -> tuple[set[int], set[int]]:
+    """The CPUs of the server and those of the clients; all of them to both where there is one."""
+    cpus = sorted(os.sched_getaffinity(0))
+    half = len(cpus) // 2
+    return (set(cpus[:half]), set(cpus[half:])) if half else (set(cpus), set(cpus))
 
 
 # ---------------------------------------------------------------- hostile clients
@@ -188,7 +200,7 @@ async def _hostile(kind: str, address: Address, rng: random.Random, done: Counte
         await asyncio.sleep(pause * (0.5 + rng.random()))
 
 
-def hostile_process(address: Address, clients: int, kinds: list[str], commands: Any) -> None:
+def hostile_process(address: Address, clients: int, kinds: list[str], unpinned: bool, commands: Any) -> None:
     """A process of hostile clients: `start` and `stop` come through the pipe, counts go back."""
 
     async def phase(done: Counter[str]) -> None:
@@ -200,6 +212,8 @@ def hostile_process(address: Address, clients: int, kinds: list[str], commands: 
         await asyncio.gather(*tasks, return_exceptions=True)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not unpinned:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     while commands.recv() == "start":
         done: Counter[str] = Counter()
         asyncio.run(phase(done))
@@ -322,16 +336,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="half of them with hostile clients")
     parser.add_argument("--rate", type=float, default=12, help="healthy requests a second")
     parser.add_argument("--router", action="store_true", help="all of it through a router")
+    parser.add_argument("--unpinned", action="store_true", help="server and clients on the same CPUs")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help="of these kinds only")
     a = parser.parse_args()
     samples: dict[bool, dict[str, list[float]]] = {h: {"ttft": [], "itl": [], "e2e": []} for h in (False, True)}
     failed: dict[bool, list[str]] = {False: [], True: []}
     done: Counter[str] = Counter()
+    servers, clients = halves()
     with tempfile.TemporaryDirectory() as folder:
+        if not a.unpinned:
+            os.sched_setaffinity(0, servers)  # the server's processes inherit it
         server = Server(folder, a.router)
+        if not a.unpinned:
+            os.sched_setaffinity(0, clients)
         ours, theirs = multiprocessing.Pipe()
         attackers = multiprocessing.Process(
-            target=hostile_process, args=(server.address, a.clients, a.only, theirs), daemon=True
+            target=hostile_process, args=(server.address, a.clients, a.only, a.unpinned, theirs), daemon=True
         )
         attackers.start()
         try:
@@ -362,6 +382,7 @@ def main() -> None:
                 "bench": "hostile",
                 "through": "router" if a.router else "engine",
                 "hostile_clients": a.clients,
+                "cpus": None if a.unpinned else {"server": sorted(servers), "clients": sorted(clients)},
                 "requests": {"without": len(samples[False]["e2e"]), "with": len(samples[True]["e2e"])},
                 "errors": {"without": len(failed[False]), "with": len(failed[True])},
                 "first_error": next(iter(failed[True] + failed[False]), None),
