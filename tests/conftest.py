@@ -16,6 +16,10 @@ with contextlib.suppress(ImportError):  # where only some tests are to run
     settings.register_profile("kvern", deadline=None)
     settings.load_profile("kvern")
 
+# Where several processes share the files and the processors, threads of torch would wait for each other, spinning.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Every client of httpx and openai reads the certificates of the world's authorities, 30 ms of a processor, and tests
 # make thousands of clients of servers on loopback: here they are read once.
 with contextlib.suppress(ImportError):
