@@ -68,9 +68,10 @@ e2e: $(VENV)/.installed-test  ## the end-to-end tests: cluster, images, tests, a
 e2e-full: $(VENV)/.installed-test  ## those that take long too: five idle minutes, chaos, scale, soak
 	@KVERN_E2E_FULL=1 e2e/cluster/run.sh
 
-simulate: $(VENV)/.installed  ## simulate the autoscaler against its baselines: table and plots into docs/simulation/
+SET ?= usual  # or large, layouts, fleet
+simulate: $(VENV)/.installed  ## simulate the autoscaler against its baselines (SET=usual, large, layouts, fleet) into docs/simulation/
 	@$(PIP) -e '.[operator,engine,simulate]'
-	@$(BIN)/python -m kvern_simulator --out docs/simulation
+	@$(BIN)/python -m kvern_simulator --set $(SET) --out docs/simulation
 
 docs: $(VENV)/.installed-test  ## build the documentation into build/site, links checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "file://$(CURDIR)/build/site/index.html"

@@ -1,27 +1,26 @@
-"""Kvern against its baselines over all traces: `python -m kvern_simulator`, or `make simulate`.
+"""Kvern against its baselines over a set of traces.
 
 The targets of the HorizontalPodAutoscalers are the best of a grid on the training traces: the one that keeps the SLO
-most often there, and of those within half a percent of it the cheapest. Both halves are reported apart. `static` is the
-cheapest fixed number that keeps the SLO as often as Kvern does, chosen for each trace in hindsight.
+most often there, and of those within half a percent of it the cheapest. Both halves are reported apart. Two see each
+trace beforehand, and are chosen for it in hindsight, the cheapest that keeps the SLO as often as Kvern does: `static`,
+a fixed number (and tensor size), and `clairvoyant` (bounds.py).
 """
 
-import argparse
-import os
-import sys
-import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from kvern_engine.worker.sim_profile import load_profile
+from kvern_operator.autoscale.layout import Sizes
+from kvern_simulator.bounds import SPARE, Clairvoyant, least_hours, needs
 from kvern_simulator.controllers import Hpa, Kvern, Static
-from kvern_simulator.traces import Trace, all_traces
+from kvern_simulator.traces import Trace
 from kvern_simulator.world import Controller, Result, Setting, World
 
 GRIDS = {"queue": (0.25, 0.5, 1.0, 2.0), "kv": (0.02, 0.03, 0.035, 0.04, 0.05, 0.06, 0.08)}
+HINDSIGHT = ("static", "clairvoyant")
 CLOSE = 0.005  # attainments that count as equal
+CHANGES_WITHIN = 7200.0  # seconds, in which the planner may change the layout twice
 
 
 @dataclass(frozen=True)
@@ -48,31 +47,40 @@ def score(name: str, results: list[Result], traces: list[Trace]) -> Score:
 
 def run(trace: Trace, setting: Setting, name: str, controller: Controller) -> Result:
     """One controller on one trace."""
-    return World(trace, replace(setting, maximum=trace.maximum), controller, name).run()
+    return World(trace, setting, controller, name).run()
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run, as another process gets it. `kind`: Kvern, queue or kv (HPAs with `target`), static (`target` many)."""
+    """One run, as another process gets it. `kind`: Kvern (the planner has the sizes that the service may have), queue
+    or kv (HPAs with `target`), static (`target` many), clairvoyant (`target` times the least work). `size`: another
+    tensor size than the one that the service begins with."""
 
     trace: Trace
     setting: Setting
     kind: str
     target: float = 0.0
+    size: int | None = None
 
     @property
     def name(self) -> str:
-        return {"Kvern": "Kvern", "static": "static"}.get(self.kind, f"HPA {self.kind} {self.target:g}")
+        return f"HPA {self.kind} {self.target:g}" if self.kind in GRIDS else self.kind
 
     def run(self) -> Result:
         """The run."""
-        setting = replace(self.setting, maximum=self.trace.maximum)
+        trace, setting = self.trace, self.setting.of(self.trace)
+        if self.size is not None:
+            setting = replace(setting, size=self.size)
         if self.kind == "static":
             setting = replace(setting, replicas=int(self.target))
-            return run(self.trace, setting, self.name, Static(int(self.target)))
+            return run(trace, setting, self.name, Static(int(self.target)))
+        if self.kind == "clairvoyant":
+            one = Clairvoyant.of(trace, setting, self.target)
+            return run(trace, replace(setting, replicas=max(one.needed[:1])), self.name, one)
         if self.kind == "Kvern":
-            return run(self.trace, setting, self.name, Kvern(setting, self.trace.start_seconds))
-        return run(self.trace, setting, self.name, Hpa(setting, self.kind, self.target))
+            sizes = Sizes("Auto", min(setting.sizes), max(setting.sizes)) if len(setting.sizes) > 1 else None
+            return run(trace, setting, self.name, Kvern(setting, trace.start_seconds, sizes))
+        return run(trace, setting, self.name, Hpa(setting, self.kind, self.target))
 
 
 Runner = Callable[..., Iterable[Any]]  # map, or that of several processes
@@ -102,19 +110,48 @@ def tuned(
     return made.name, results, every
 
 
-def best_static(trace: Trace, setting: Setting, wanted: float, fewest: int) -> Result:
-    """The fewest replicas, from `fewest` on, that keep the SLO as often as `wanted`, or the most there may be."""
-    result = None
-    for n in range(max(setting.minimum, fewest, 1), trace.maximum + 1):
-        result = Task(trace, setting, "static", n).run()
-        if result.attainment >= wanted - CLOSE:
-            return result
-    assert result is not None
-    return result
+def best_static(trace: Trace, setting: Setting, wanted: float) -> Result:
+    """The fewest replicas, of whichever tensor size, that keep the SLO as often as `wanted`; where no number does, the
+    one that keeps it most often. More replicas keep it more often, so that the fewest are found by halving, to one in
+    a hundred; fewer than the least work of the whole trace takes cannot do."""
+    found = []
+    for size in setting.of(trace).sizes:
+        mean = fmean(needs(trace, setting.of(trace), size))
+        low, high = max(setting.minimum, int(min(mean, trace.maximum)), 1), trace.maximum
+        best = Task(trace, setting, "static", high, size).run()
+        while high - low > high // 100 and best.attainment >= wanted - CLOSE:
+            middle = (low + high) // 2
+            made = Task(trace, setting, "static", middle, size).run()
+            if made.attainment >= wanted - CLOSE:
+                best, high = made, middle
+            else:
+                low = middle + 1
+        found.append(best)
+    return _cheapest(found, wanted)
 
 
-def _best_static(asked: tuple[Trace, Setting, float, int]) -> Result:
-    return best_static(*asked)
+def best_clairvoyant(trace: Trace, setting: Setting, wanted: float) -> Result:
+    """The cheapest of those that know what comes, of whichever tensor size, that keeps the SLO as often as `wanted`;
+    where none does, the one that keeps it most often."""
+    found = []
+    for size in setting.of(trace).sizes:
+        for spare in SPARE:
+            found.append(Task(trace, setting, "clairvoyant", spare, size).run())
+            if found[-1].attainment >= wanted - CLOSE:
+                break
+    return _cheapest(found, wanted)
+
+
+def _cheapest(found: list[Result], wanted: float) -> Result:
+    kept = [r for r in found if r.attainment >= wanted - CLOSE]
+    if kept:
+        return min(kept, key=lambda r: r.gpu_seconds)
+    return max(found, key=lambda r: r.attainment)
+
+
+def _in_hindsight(asked: tuple[str, Trace, Setting, float]) -> Result:
+    kind, trace, setting, wanted = asked
+    return (best_static if kind == "static" else best_clairvoyant)(trace, setting, wanted)
 
 
 def at_attainment(every: list[Score], wanted: float) -> float | None:
@@ -141,10 +178,12 @@ def reversals(result: Result, window: float = 300.0) -> int:
 
 @dataclass
 class Comparison:
-    """All runs, by controller; scores of each HPA at all of its targets, over all traces."""
+    """All runs, by controller; scores of each HPA at all of its targets, over all traces; GPU-hours of each trace that
+    nobody can go below."""
 
     found: dict[str, list[Result]]
     grids: dict[str, list[Score]]
+    least: list[float]
 
 
 def compare(setting: Setting, traces: list[Trace], say: Callable[[str], None], each: Runner = map) -> Comparison:
@@ -156,101 +195,18 @@ def compare(setting: Setting, traces: list[Trace], say: Callable[[str], None], e
         name, results, grids[metric] = tuned(metric, traces, setting, say, each)
         found[name] = results
         say(_line(score(name, results, traces)))
-    # Fewer than the mean that Kvern used cannot keep up.
-    asked = [
-        (trace, setting, kvern.attainment, int(kvern.gpu_seconds / trace.seconds / setting.gpus))
-        for trace, kvern in zip(traces, found["Kvern"], strict=True)
-    ]
-    found["static"] = list(each(_best_static, asked))
-    return Comparison(found, grids)
+    for kind in HINDSIGHT:
+        asked = [(kind, trace, setting, r.attainment) for trace, r in zip(traces, found["Kvern"], strict=True)]
+        found[kind] = list(each(_in_hindsight, asked))
+        say(_line(score(kind, found[kind], traces)))
+    return Comparison(found, grids, [least_hours(trace, setting.of(trace)) for trace in traces])
 
 
-def verdict(made: Comparison, traces: list[Trace]) -> list[str]:
-    """What the measure asks, in sentences: against the targets that were best on the training half, and at equal
-    attainment, over all traces."""
-    ours = score("Kvern", made.found["Kvern"], traces)
-    lines = [f"Kvern keeps the SLO of {ours.attainment:.2%} of all requests with {ours.gpu_hours:.2f} GPU-hours."]
-    for metric, every in made.grids.items():
-        chosen = next(s for s in every if s.name in made.found)
-        nearest = max(every, key=lambda s: s.attainment)
-        hours = at_attainment(every, ours.attainment)
-        lines.append(f"HPA on {metric}, its best target on the training half: {_beside(ours, chosen)}.")
-        if hours is not None:
-            fewer = 1 - ours.gpu_hours / hours
-            lines.append(
-                f"At Kvern's attainment the HPA on {metric} needs {hours:.2f} GPU-hours, Kvern {fewer:.0%} fewer."
-            )
-        elif nearest is chosen:
-            lines.append(f"No target of the HPA on {metric} keeps more.")
-        else:
-            lines.append(f"No target of the HPA on {metric} keeps as much as Kvern; nearest: {_beside(ours, nearest)}.")
-    return lines
-
-
-def _beside(ours: Score, other: Score) -> str:
-    fewer = 1 - ours.gpu_hours / other.gpu_hours
-    return f"{other.attainment:.2%} with {other.gpu_hours:.2f} GPU-hours at {other.name}, Kvern {fewer:.0%} fewer"
-
-
-def grid_table(made: Comparison) -> str:
-    """Markdown: what the HPAs do at each of their targets, over all traces."""
-    lines = ["| HPA | kept the SLO | GPU-hours | changes an hour |", "|---|---|---|---|"]
-    for scores in made.grids.values():
-        for s in scores:
-            name = f"**{s.name}** (best on the training half)" if s.name in made.found else s.name
-            lines.append(f"| {name} | {s.attainment:.2%} | {s.gpu_hours:.2f} | {s.changes_an_hour:.1f} |")
-    return "\n".join(lines)
+def most_layouts(result: Result) -> int:
+    """The most changes of the layout within two hours."""
+    times = result.layouts
+    return max((sum(0 <= t - first < CHANGES_WITHIN for t in times) for first in times), default=0)
 
 
 def _line(s: Score) -> str:
     return f"{s.name:14} {s.attainment:8.4f} {s.gpu_hours:8.2f} {s.changes_an_hour:8.1f}"
-
-
-def table(found: dict[str, list[Result]], traces: list[Trace]) -> str:
-    """Markdown: each trace, then both halves and the whole."""
-    names = list(found)
-    lines = ["| trace | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
-    for i, trace in enumerate(traces):
-        cells = [f"{r[i].attainment:.2%}, {r[i].gpu_seconds / 3600:.2f} h, {r[i].changes}" for r in found.values()]
-        lines.append(f"| {trace.name}{'' if trace.training else ' (held out)'} | " + " | ".join(cells) + " |")
-    parts = (("training", True), ("held out", False), ("all", None))
-    for title, which in parts:
-        chosen = [i for i, t in enumerate(traces) if which is None or t.training == which]
-        cells = []
-        for name, results in found.items():
-            s = score(name, [results[i] for i in chosen], [traces[i] for i in chosen])
-            cells.append(f"**{s.attainment:.2%}, {s.gpu_hours:.2f} h**, {s.changes_an_hour:.1f}/h")
-        lines.append(f"| **{title}** | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run, print, and with --out write table, figures and plots there."""
-    parser = argparse.ArgumentParser(prog="python -m kvern_simulator", description=__doc__)
-    parser.add_argument("--hours", type=float, default=1.0, help="length of each trace")
-    parser.add_argument("--only", default="", help="traces whose name begins so")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
-    parser.add_argument("--out", type=Path, help="folder for table.md, replicas.svg and totals.svg")
-    args = parser.parse_args(argv)
-    setting = Setting(load_profile("h200-llama3-8b"))
-    traces = [t for t in all_traces(args.hours) if t.name.startswith(args.only)]
-    begin = time.perf_counter()
-
-    def say(text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-
-    with ProcessPoolExecutor(args.jobs) as pool:
-        made = compare(setting, traces, say, pool.map)
-    found = made.found
-    text = "\n\n".join([table(found, traces), grid_table(made), *verdict(made, traces)])
-    say(text)
-    say(f"reversals within 300 s: { ({n: sum(map(reversals, r)) for n, r in found.items()}) }")
-    say(f"{time.perf_counter() - begin:.0f} s")
-    if args.out is not None:
-        from kvern_simulator.plots import draw  # matplotlib is wanted only here
-
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "table.md").write_text(text + "\n")
-        draw(made, traces, args.out)
-    return 0

@@ -1,6 +1,7 @@
 """One engine, exact: the real scheduler and block pool in front of the sim profile's step times, in simulated seconds.
-About a hundred times slower than fluid.py, which is measured against it."""
+About a hundred times slower than fluid.py, which is measured against it; `--exact` simulates with it."""
 
+import math
 from collections import deque
 
 from kvern_engine.core.block_pool import BlockPool
@@ -56,6 +57,15 @@ class RealEngine:
         """It waits from its arrival on."""
         self._coming.append(request)
 
+    def take_all(self) -> list[Request]:
+        """Everything that is in it, taken away with what has been generated: the engine is re-formed."""
+        taken = [*self._requests.values(), *self._coming]
+        self._scheduler.abort(list(self._requests))
+        self._requests.clear()
+        self._last.clear()
+        self._coming.clear()
+        return taken
+
     def advance(self, until: float) -> None:
         """Bring the engine to `until`: one plan at a time."""
         while self.now < until:
@@ -79,17 +89,19 @@ class RealEngine:
         name = str(self._number)
         self._number += 1
         self._requests[name] = request
-        params = SamplingParams(max_tokens=request.outputs, ignore_eos=True)
-        self._scheduler.add(AddRequest(name, 0, [self._number % 1000] * request.inputs, params, request.arrival))
+        params = SamplingParams(max_tokens=request.outputs - int(request.done), ignore_eos=True)
+        prompt = [self._number % 1000] * (request.inputs + int(request.done))
+        self._scheduler.add(AddRequest(name, 0, prompt, params, request.arrival))
 
     def _deliver(self, name: str, finish: str | None) -> None:
         request = self._requests[name]
-        if name not in self._last:
+        if request.first == math.inf:
             request.first = self.now
             self.counters.began(request, self.now - request.arrival)
-        else:
+        elif name in self._last:
             self.counters.tokens(self.now - self._last[name], 1.0)
         self._last[name] = self.now
+        request.done += 1
         if finish is not None:
             request.end = self.now
             self.counters.ended(request)

@@ -1,9 +1,11 @@
-"""Loads to simulate: who asks when for how much, and what goes wrong in the cluster meanwhile. Fixed by their names."""
+"""A load to simulate: who asks when for how much, and what goes wrong in the cluster meanwhile. sets.py has them."""
 
 import math
 import random
+from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from kvern_simulator.fluid import Request
 
@@ -22,8 +24,21 @@ class Trouble:
 
 
 @dataclass(frozen=True)
+class Service:
+    """What a trace asks of its service where that is not the usual: see world.Setting. `memory_bytes`: of a device."""
+
+    gpus: int = 1
+    size: int = 1
+    sizes: tuple[int, ...] = (1,)
+    itl_slo: float = 0.025
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Trace:
-    """`seconds` of load. `training`: used to tune the baselines; the others are held out. `maximum`: most replicas."""
+    """`seconds` of load. `training`: used to tune the baselines; the others are held out. `maximum`: most replicas;
+    `replicas`: those that run at its beginning. `scale`: of so many requests one is in `requests`, and a simulated pod
+    stands for so many as well (see world.py)."""
 
     name: str
     seconds: float
@@ -32,10 +47,28 @@ class Trace:
     trouble: tuple[Trouble, ...] = ()
     training: bool = False
     maximum: int = 8
+    replicas: int = 2
+    scale: int = 1
+    service: Service = Service()
 
     def fresh(self) -> list[Request]:
         """The requests, nothing of them done yet."""
         return [Request(r.arrival, r.inputs, r.outputs) for r in self.requests]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Requests as three columns: another process gets many of them."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "requests"}
+        columns = (
+            array("d", (r.arrival for r in self.requests)),
+            array("q", (r.inputs for r in self.requests)),
+            array("q", (r.outputs for r in self.requests)),
+        )
+        return {**kept, "requests": columns}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        requests = tuple(Request(*row) for row in zip(*state["requests"], strict=True))
+        for name, value in {**state, "requests": requests}.items():
+            object.__setattr__(self, name, value)
 
 
 def _poisson(rng: random.Random, seconds: float, rate: Rate, most: float) -> Iterator[float]:
@@ -46,6 +79,14 @@ def _poisson(rng: random.Random, seconds: float, rate: Rate, most: float) -> Ite
             yield at
 
 
+def _every(rng: random.Random, seconds: float, rate: Rate, scale: int) -> Iterator[float]:
+    """Each `scale`-th arrival of such a process: a gap is the sum of `scale` exponential ones, so that counts fluctuate
+    as those of the whole do. The rate must not change much within a gap."""
+    at = 0.0
+    while (at := at + rng.gammavariate(scale, 1.0) / max(rate(at), 1e-3)) < seconds:
+        yield at
+
+
 def _length(rng: random.Random, mean: float, most: int) -> int:
     """Lognormal, as lengths of prompts and answers are; `mean` is its mean."""
     sigma = 0.7
@@ -53,64 +94,12 @@ def _length(rng: random.Random, mean: float, most: int) -> int:
 
 
 def requests_of(
-    seed: str, seconds: float, rate: Rate, most: float, lengths: Callable[[float], Lengths]
+    seed: str, seconds: float, rate: Rate, most: float, lengths: Callable[[float], Lengths], scale: int = 1
 ) -> list[Request]:
-    """Requests whose rate and mean lengths change with time; `most` is the highest rate."""
+    """Requests whose rate and mean lengths change with time; `most` is the highest rate. Of `scale` of them one."""
     rng = random.Random(seed)
     found = []
-    for at in _poisson(rng, seconds, rate, most):
+    for at in _poisson(rng, seconds, rate, most) if scale == 1 else _every(rng, seconds, rate, scale):
         inputs, outputs = lengths(at)
         found.append(Request(at, _length(rng, inputs, 7000), _length(rng, outputs, 1100)))
     return found
-
-
-CHAT, RAG, LONG, WRITE = (1600.0, 400.0), (4500.0, 250.0), (6500.0, 150.0), (600.0, 900.0)
-
-
-def _wave(low: float, high: float, period: float) -> Rate:
-    return lambda t: low + (high - low) * 0.5 * (1 - math.cos(2 * math.pi * t / period))
-
-
-def _bursts(base: float, high: float, begins: tuple[float, ...], length: float) -> Rate:
-    return lambda t: high if any(b <= t < b + length for b in begins) else base
-
-
-def all_traces(hours: float = 1.0) -> list[Trace]:
-    """The whole set: one of each kind to train with, one of each kind held out. Those called large take half of the
-    time and have several times the load: how much is to spare depends on how many replicas share the fluctuations."""
-    end = hours * 3600.0
-    half = end / 2
-
-    def made(
-        name: str,
-        rate: Rate,
-        most: float,
-        lengths: Callable[[float], Lengths] | Lengths,
-        training: bool,
-        start: float = 60.0,
-        trouble: tuple[Trouble, ...] = (),
-        seconds: float = end,
-        maximum: int = 8,
-    ) -> Trace:
-        length = lengths if callable(lengths) else (lambda _: lengths)
-        requests = tuple(requests_of(name, seconds, rate, most, length))
-        return Trace(name, seconds, requests, start, trouble, training, maximum)
-
-    return [
-        made("diurnal-chat", _wave(1, 22, end), 22, CHAT, True),
-        made("diurnal-rag", _wave(0.5, 11, end / 2), 11, RAG, False),
-        made("bursts-rag", _bursts(1.5, 11, (0.2 * end, 0.5 * end, 0.8 * end), 420), 11, RAG, True),
-        made("bursts-chat", _bursts(4, 22, (0.25 * end, 0.6 * end), 600), 22, CHAT, False),
-        made("shift-to-long", lambda t: 6, 6, lambda t: CHAT if t < end / 2 else LONG, False),
-        made("shift-to-writing", lambda t: 6, 6, lambda t: RAG if t < end / 2 else WRITE, True),
-        made("slow-starts", _wave(1, 10, end), 10, RAG, False, start=240.0),
-        made("slow-starts-chat", _wave(1, 18, end / 2), 18, CHAT, True, start=240.0),
-        made("no-room", _wave(1, 11, end), 11, RAG, False, trouble=(Trouble(0.2 * end, 0.45 * end, gpus=2),)),
-        made("lost-metrics", _wave(1, 18, end), 18, CHAT, False, trouble=(Trouble(0.4 * end, 0.6 * end, lost=1.0),)),
-        made("some-metrics-lost", _wave(1, 10, end / 2), 10, RAG, True, trouble=(Trouble(1200, 2400, lost=0.5),)),
-        made("steady", lambda t: 5, 5, RAG, True),
-        made("large-chat", _wave(8, 90, half), 90, CHAT, True, seconds=half, maximum=24),
-        made("large-bursts-rag", _bursts(10, 45, (0.15 * end, 0.35 * end), 300), 45, RAG, False, 60.0, (), half, 24),
-        made("large-writing", _wave(10, 80, half), 80, WRITE, False, seconds=half, maximum=24),
-        made("large-shift", lambda t: 40, 40, lambda t: RAG if t < half / 2 else CHAT, True, 60.0, (), half, 24),
-    ]
