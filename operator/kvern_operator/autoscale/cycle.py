@@ -7,8 +7,10 @@ brings its own number of replicas with it.
 from dataclasses import dataclass, replace
 
 from kvern_operator.autoscale import replicas
+from kvern_operator.autoscale.facts import facts_of
 from kvern_operator.autoscale.layout import LayoutDecision, Look, Sizes, State, plan
 from kvern_operator.autoscale.terms import Decision, Limits, Memory, View
+from kvern_operator.autoscale.wants import served_by
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,17 @@ class Both:
     state: State
 
 
+def _served(limits: Limits, view: View, memory: Memory, sizes: Sizes) -> float | None:
+    """Requests a second of a replica as it is, where the planner is to know it."""
+    if sizes.mode == "Fixed" or view.traffic is None:
+        return None
+    found = served_by(limits, view, facts_of(limits, view, memory))
+    return None if found is None else found.each
+
+
 def decide(limits: Limits, view: View, memory: Memory, sizes: Sizes, look: Look, state: State) -> Both:
     """One cycle."""
-    laid, state = plan(sizes, limits, view, look, state, memory.full)
+    laid, state = plan(sizes, limits, view, look, state, memory.full, _served(limits, view, memory, sizes))
     view = replace(view, changing=state.phase != "Stable")
     if laid.changed:
         memory = replace(memory, full=())  # what the old size held when full

@@ -13,7 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvern_operator.autoscale.capacity import capacity, demand, replica_rate, replicas_for, running_itl, shape_of
+from kvern_operator.autoscale.capacity import (
+    capacity,
+    demand,
+    replica_rate,
+    replicas_for,
+    replicas_to_serve,
+    running_itl,
+    shape_of,
+)
 from kvern_operator.autoscale.terms import Full, Limits, Line, Load, Traffic, View
 
 SPEEDUP = 1.74  # of a step on twice the devices (DistServe, OSDI 2024)
@@ -22,6 +30,7 @@ CHANGE_WINDOW, MOST_CHANGES = 7200.0, 2
 BAN_SECONDS = 6 * 3600.0
 DIP, DIP_SECONDS = 0.05, 60.0  # of SLO attainment, and how long it must last, before a change is taken back
 LONGEST_SHARE = 0.9  # of one engine's KV cache that the longest requests may take
+_TOO_MANY = "needs"  # how it begins that a size needs more replicas than there may be
 _GAP = 15.0  # seconds between two looks, above which the time between them was not watched
 
 Phase = Literal["Stable", "Changing", "Verifying"]
@@ -111,9 +120,16 @@ class LayoutDecision:
 
 
 def plan(
-    sizes: Sizes, limits: Limits, view: View, look: Look, state: State, full: Sequence[Full] = ()
+    sizes: Sizes,
+    limits: Limits,
+    view: View,
+    look: Look,
+    state: State,
+    full: Sequence[Full] = (),
+    served: float | None = None,
 ) -> tuple[LayoutDecision, State]:
-    """The decision of this cycle. `full` is Memory.full: what replicas of the present size hold when saturated."""
+    """The decision of this cycle. `full` is Memory.full: what replicas of the present size hold when saturated;
+    `served`: requests a second of one of them, as the term `rate` has it; None: not known."""
     state = _pruned(state, look.now)
     if sizes.mode == "Fixed":
         return _stay(state, "parallelism.tensor.mode is Fixed"), replace(state, raise_since=None, lower_since=None)
@@ -126,7 +142,7 @@ def plan(
     if look.size is None or look.size != state.size or not _known(view):
         words = "replicas, or their metrics, are missing: the layout stays"
         return _stay(state, words), replace(state, raise_since=None, lower_since=None)
-    options = tuple(_options(sizes, limits, view, look, state, full))
+    options = tuple(_options(sizes, limits, view, look, state, full, served))
     state, why, larger = _triggered(sizes, limits, view, look, state, options)
     if not why:
         return _stay(state, "nothing calls for another size", options), state
@@ -179,7 +195,13 @@ def kv_tokens(size: int, memory: float, weights: float, kappa: float, kv_heads: 
 
 
 def _options(
-    sizes: Sizes, limits: Limits, view: View, look: Look, state: State, full: Sequence[Full]
+    sizes: Sizes,
+    limits: Limits,
+    view: View,
+    look: Look,
+    state: State,
+    full: Sequence[Full],
+    served: float | None,
 ) -> Iterable[Option]:
     loads, traffic = _loads(view), shape_of(view.traffic)
     amount, most = demand(loads, view.held, traffic), limits.most()[0]
@@ -196,12 +218,15 @@ def _options(
         why = _impossible(limits, quick, line, tokens / engines)
         if not why and limits.itl_slo is not None and line is not None and traffic.rate > 0:
             needed = max(needed, replicas_for(traffic.rate, replica_rate(limits.itl_slo, line, tokens, step, quick)))
+        if not why and served and traffic.rate > 0:
+            each = served * speed * state.size / size  # as many devices are more, slower engines, or fewer faster ones
+            needed = max(needed, replicas_for(replicas_to_serve(traffic.rate / each), 1.0))
         itl = _itl(line, quick, min(max(needed, 1.0), most) * engines)
         slack = 1 - itl / limits.itl_slo if itl is not None and limits.itl_slo is not None else 0.0
         if why:
             needed = math.inf
         elif needed > most:
-            why = f"needs {needed:.0f} replicas, {most} are allowed"
+            why = f"{_TOO_MANY} {needed:.0f} replicas, {most} are allowed"
         elif not sizes.minimum <= size <= sizes.maximum:
             why = f"outside of {sizes.minimum}..{sizes.maximum}"
         elif any(banned == size for banned, _ in state.bans):
@@ -301,7 +326,14 @@ def _raise_reason(limits: Limits, view: View, look: Look, state: State, options:
     here = next((o for o in options if o.size == state.size), None)
     if here is not None and "too few for requests" in here.why_not:
         return here.why_not
-    return ""
+    return _beyond(here, (o for o in options if o.size > state.size))
+
+
+def _beyond(here: Option | None, others: Iterable[Option]) -> str:
+    """The load is more than the replicas that are allowed can carry at this size, and another one would do."""
+    if here is None or not here.why_not.startswith(_TOO_MANY) or all(o.why_not for o in others):
+        return ""
+    return f"size {here.size} {here.why_not}"
 
 
 def _lower_reason(limits: Limits, view: View, state: State, options: Sequence[Option]) -> str:
@@ -318,7 +350,7 @@ def _lower_reason(limits: Limits, view: View, state: State, options: Sequence[Op
     best = min(o.replicas for o in smaller)
     if 2 * best <= here.replicas:
         return f"{best:.0f} replicas of a smaller size do what needs {here.replicas:.0f} of size {state.size}"
-    return ""
+    return _beyond(here, smaller)
 
 
 # ---------------------------------------------------------------- a change

@@ -74,7 +74,9 @@ def served_by(limits: Limits, view: View, facts: Facts) -> Served | None:
         return None
     share = prompts_share(traffic, engines)
     known = f"prompts of {traffic.prefill_seconds:.2f} s take {share:.0%} of what it can"
-    return Served(traffic.rate / len(facts.loads) / share, view.step.engines / traffic.prefill_seconds, known)
+    each = traffic.rate / len(facts.loads) / share
+    # Prompts that share steps with answers look slower than a replica is that has a queue to work off.
+    return Served(each, max(each, view.step.engines / traffic.prefill_seconds), known)
 
 
 def _backlog(view: View, facts: Facts, each: float) -> float:

@@ -73,7 +73,35 @@ def test_capacity_before_any_pod_has_run():
     assert (speedup(2), speedup(1)) == (pytest.approx(1.74), 1.0)
 
 
+def test_what_a_replica_serves_bounds_every_size():
+    """Prompts fill devices long before their memory: 9 requests/s over 5 a replica, whatever KV cache is left."""
+    view = seen(0.0, 0.3, size=8, traffic=replace(TRAFFIC, rate=9.0))
+    made, _ = plan(AUTO, LIMITS, view, look(0.0, 8), State(8), (), 5.0)
+    assert [(o.size, o.replicas) for o in made.options] == [(2, 2.0), (4, 2.0), (8, 3.0)]
+    assert made.options[-1].why_not == "needs 3 replicas, 2 are allowed"
+
+
 # ---------------------------------------------------------------- triggers and gate
+
+
+def test_more_than_the_allowed_replicas_can_carry_raises_the_size():
+    """No request is preempted, and the present size would need three replicas where two are allowed."""
+    state, now = State(2), 0.0
+    while state.size == 2 and now < 900.0:
+        made, state = plan(AUTO, LIMITS, seen(now, **FULL), look(now), state)
+        now += 5.0
+    assert (now - 5.0, state.size, made.changed) == (AUTO.raise_after, 4, True)
+    assert made.reason == "size 2 needs 3 replicas, 2 are allowed: size 4 needs 2 replicas"
+    assert not plan(AUTO, LIMITS, seen(900.0, **FULL), look(900.0), State(2), (), 0.1)[0].changed  # no size would do
+
+
+def test_more_than_the_allowed_replicas_can_carry_lowers_the_size():
+    state, now, busy = State(8), 0.0, replace(TRAFFIC, rate=9.0)
+    while state.size == 8 and now < 1800.0:
+        made, state = plan(AUTO, LIMITS, seen(now, size=8, traffic=busy), look(now, 8), state, (), 5.0)
+        now += 5.0
+    assert (now - 5.0, made.changed, state.size in (2, 4)) == (AUTO.lower_after, True, True)
+    assert made.reason.startswith("size 8 needs 3 replicas, 2 are allowed: ")
 
 
 def test_preemptions_at_the_budget_raise_the_size_after_five_minutes():
