@@ -33,7 +33,9 @@ $(VENV)/.installed-test: $(VENV)/.installed
 demo: $(VENV)/.installed  ## serve examples/smollm2.yaml and ask it a question
 	@$(BIN)/kvern up examples/smollm2.yaml --ask "What is the capital of France?"
 
-test: lint types layers unit  ## everything that runs anywhere: lint, types, layers, tests
+test: $(VENV)/.installed-test  ## everything that runs anywhere: lint, types, layers, tests
+	@$(MAKE) --no-print-directory -j 3 lint types layers  # each fills one core
+	@$(MAKE) --no-print-directory unit
 
 lint: $(VENV)/.installed-test  ## ruff
 	@$(BIN)/ruff check .
