@@ -2,7 +2,7 @@
 
 A thread that computes keeps Python's lock until the loop has waited for it for the switch interval, and the loop asks
 for the lock again before each of its callbacks: twenty sockets that are ready wait twenty times. So the thread sleeps
-after each tenth of a millisecond, which gives the lock away before anybody has to ask for it.
+for a moment after each tenth of a millisecond of work, which gives the lock away before anybody has to ask for it.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from kvern_engine.server.protocol import Body, parse_body
 
 T = TypeVar("T", bound=Body)
 R = TypeVar("R")
-_REST_SECONDS = 0.00005
+_WORK_SECONDS, _REST_SECONDS = 0.0001, 0.00005
 
 
 class RequestReader:
@@ -55,11 +55,14 @@ class RequestReader:
 
 
 def with_rests(steps: Generator[None, None, R]) -> R:
-    """What `steps` returns; other threads have the processor, and Python's lock, between two of them."""
+    """What `steps` returns; other threads have the processor, and Python's lock, after each piece of work."""
+    began = time.perf_counter()
     while True:
         try:
             next(steps)
         except StopIteration as end:
             result: R = end.value
             return result
-        time.sleep(_REST_SECONDS)
+        if time.perf_counter() - began >= _WORK_SECONDS:
+            time.sleep(_REST_SECONDS)
+            began = time.perf_counter()

@@ -3,6 +3,8 @@
 import json
 import random
 import threading
+from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -71,15 +73,31 @@ def test_the_shape_of_a_body_is_counted_exactly(piece: int, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("part", [1, 100, 256 << 10])
-def test_the_thread_that_looks_at_a_body_rests_after_each_piece(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds Python's lock meanwhile; parts as small as a byte are no reason to rest after each."""
+def test_a_body_is_looked_at_in_pieces(part: int) -> None:
+    """Whoever looks may rest after each; parts as small as a byte are no pieces of their own."""
     body = b'{"prompt": "' + b"a, " * 100_000 + b'"}'
-    rests: list[float] = []
-    monkeypatch.setattr("kvern_engine.server.reading.time.sleep", rests.append)
-    parts = [body[at : at + part] for at in range(0, len(body), part)]
-    assert with_rests(shapes.scan(parts, 64)) is None
-    pieces = len(body) / shapes._PIECE
-    assert pieces - 1 <= len(rests) <= pieces + 1 and set(rests) == {0.00005}
+    steps = list(shapes.scan([body[at : at + part] for at in range(0, len(body), part)], 64))
+    assert abs(len(steps) - len(body) / shapes._PIECE) <= 1
+
+
+def test_the_thread_that_looks_rests_after_a_tenth_of_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds Python's lock meanwhile."""
+    clock, rests = 0.0, []
+
+    def rest(seconds: float) -> None:
+        rests.append(round(clock * 1e6))
+
+    def steps(each: float) -> Generator[None, None, str]:
+        nonlocal clock
+        for _ in range(10):
+            clock += each
+            yield
+        return "done"
+
+    monkeypatch.setattr("kvern_engine.server.reading.time", SimpleNamespace(perf_counter=lambda: clock, sleep=rest))
+    assert with_rests(steps(40e-6)) == "done" and rests == [120, 240, 360]
+    rests.clear()
+    assert with_rests(steps(150e-6)) == "done" and len(rests) == 10
 
 
 BIG = {
