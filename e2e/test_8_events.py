@@ -92,7 +92,7 @@ def test_etcd_restored(busy: Started, client: Client, show: Show) -> None:
     server does not know any more is not the rest's."""
     target, old = busy
     nodes.back_up_etcd()
-    load = Load(client, target.service, f"etcd-{target.namespace}", old.references)
+    load = Load(client, target.service, f"etcd-{target.namespace}", references=old.references)
     load.start()
     load.event("etcd restored", lambda event: events.etcd_restored(target, event))
     report, _ = report_of(load, show)
@@ -103,7 +103,7 @@ def test_etcd_restored(busy: Started, client: Client, show: Show) -> None:
 def test_namespace_deleted(busy: Started, client: Client, show: Show) -> None:
     """Under fifty streams: all of them end as they should, then the namespace is gone."""
     target, old = busy
-    load = Load(client, target.service, f"end-{target.namespace}", old.references)
+    load = Load(client, target.service, f"end-{target.namespace}", references=old.references)
     load.start()
 
     def do(event: streams.Event) -> None:
