@@ -43,6 +43,7 @@ lint: $(VENV)/.installed-test  ## ruff
 
 types: $(VENV)/.installed-test  ## mypy, strict in the pure modules
 	@$(BIN)/mypy
+	@MYPYPATH=e2e $(BIN)/mypy e2e/*.py  # most of them run on a cluster alone
 
 layers: $(VENV)/.installed-test  ## import-linter: who may import whom
 	@$(BIN)/lint-imports

@@ -6,8 +6,9 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import kit
 import pytest
@@ -154,7 +155,8 @@ def show() -> Callable[[str], None]:
 @pytest.fixture
 def tell_of(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """tell_of(namespace): on failure of this test, what that namespace has to say."""
-    return request.node.stash.setdefault(NAMESPACES, set()).add
+    names: set[str] = request.node.stash.setdefault(NAMESPACES, set())
+    return names.add
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -163,7 +165,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for text in [text for r in reports for key, text in r.user_properties if key == TABLE]:
         terminalreporter.section("events")
         terminalreporter.write_line(str(text))
-    rows = [(r.nodeid.split("::")[-1], *row) for r in reports for key, row in r.user_properties if key == SECONDS]
+    rows: list[tuple[str, str, float]] = []
+    for report in reports:
+        measured: list[Any] = [row for key, row in report.user_properties if key == SECONDS]
+        rows += [(report.nodeid.split("::")[-1], what, seconds) for what, seconds in measured]
     if not rows:
         return
     terminalreporter.section("times")
@@ -178,14 +183,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     # Of this phase alone: a report has the properties of the phases before it too. They travel between processes.
     report.user_properties = [(SECONDS, row) for row in _measured] + [(TABLE, text) for text in _tables]
     _measured.clear()
     _tables.clear()
     if report.failed and call.when in ("setup", "call"):
-        for name in sorted(item.stash.get(NAMESPACES, set())):
+        names: set[str] = item.stash.setdefault(NAMESPACES, set())
+        for name in sorted(names):
             report.sections.append((f"namespace {name}", _story(name)))
         report.sections.append(("operator", _operator_story()))
     return report

@@ -23,7 +23,7 @@ print(json.dumps([answer.status, {k.lower(): v for k, v in answer.headers.items(
 """
 
 
-def ask(client: Client, url: str, key: str) -> tuple[int, dict[str, str], dict]:
+def ask(client: Client, url: str, key: str) -> tuple[int, dict[str, str], kit.Object]:
     status, headers, body = json.loads(client.exec("python3", "-c", ASK, url, key))
     return status, headers, body
 

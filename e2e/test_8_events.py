@@ -5,6 +5,7 @@ The last test of each group is the verdict: a table of what became of every requ
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import events
 import kit
@@ -132,6 +133,6 @@ def test_real_answers(operator: None, namespace: str, client: Client, show: Show
     load.reference("calm", target.service)
     load.start()
     for name in REAL:
-        load.event(name, lambda event, name=name: {**PLANNED, **MORE_PLANNED}[name](target, event))
+        load.event(name, partial({**PLANNED, **MORE_PLANNED}[name], target))
     report, _ = report_of(load, show, model=uri)
     assert not (wrong := wrongly(load, report)), f"{len(wrong)} requests; the first: {wrong[:3]}"

@@ -6,6 +6,7 @@ KVERN_E2E_SOAK_SECONDS and KVERN_E2E_SOAK_SEED say how long and which; both are 
 import os
 import random
 import time
+from functools import partial
 
 import events
 import pytest
@@ -35,7 +36,7 @@ def test_soak(operator: None, client: Client, show: Show) -> None:
             events.fresh_operator()
             name = draw.choice(sorted(CHOICE))
             do = CHOICE[name]
-            load.event(name, lambda event, do=do: do(target, event))
+            load.event(name, partial(do, target))
             time.sleep(draw.uniform(0, 10))
         report, found = report_of(load, show, soak=SEED)
     finally:

@@ -26,12 +26,13 @@ def install(*more: str, program: str = "helm", namespace: str = kit.OPERATOR_NAM
 
 def key() -> str:
     """The operator's key, encoded."""
-    return json.loads(kubectl(*SPACE, "get", "secret", "kvern-operator-key", "-o", "json"))["data"]["key"]
+    secret = json.loads(kubectl(*SPACE, "get", "secret", "kvern-operator-key", "-o", "json"))
+    return str(secret["data"]["key"])
 
 
 def leader() -> str:
     lease = kit.get("lease", "kvern-operator", kit.OPERATOR_NAMESPACE)
-    return (lease or {"spec": {}})["spec"].get("holderIdentity", "")
+    return str((lease or {"spec": {}})["spec"].get("holderIdentity", ""))
 
 
 def uids(service: Service) -> set[str]:
