@@ -6,7 +6,7 @@ trace beforehand, and are chosen for it in hindsight, the cheapest that keeps th
 a fixed number (and tensor size), and `clairvoyant` (bounds.py).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -17,7 +17,9 @@ from kvern_simulator.controllers import Hpa, Kvern, Static
 from kvern_simulator.traces import Trace
 from kvern_simulator.world import Controller, Result, Setting, World
 
-GRIDS = {"queue": (0.25, 0.5, 1.0, 2.0), "kv": (0.02, 0.03, 0.035, 0.04, 0.05, 0.06, 0.08)}
+Grids = Mapping[str, tuple[float, ...]]  # targets of each HPA's metric
+GRIDS: Grids = {"queue": (0.25, 0.5, 1.0, 2.0), "kv": (0.02, 0.03, 0.035, 0.04, 0.05, 0.06, 0.08)}
+COARSE: Grids = {"queue": (0.25, 1.0), "kv": (0.02, 0.03, 0.04, 0.06)}  # of sets that take long
 HINDSIGHT = ("static", "clairvoyant")
 CLOSE = 0.005  # attainments that count as equal
 CHANGES_WITHIN = 7200.0  # seconds, in which the planner may change the layout twice
@@ -92,12 +94,17 @@ def run_all(traces: list[Trace], setting: Setting, kind: str, target: float = 0.
 
 
 def tuned(
-    metric: str, traces: list[Trace], setting: Setting, say: Callable[[str], None], each: Runner = map
+    metric: str,
+    targets: Iterable[float],
+    traces: list[Trace],
+    setting: Setting,
+    say: Callable[[str], None],
+    each: Runner = map,
 ) -> tuple[str, list[Result], list[Score]]:
     """An HPA with the target that is best on the training traces; its runs on all of them, and the scores of all
     targets on all traces: what it could be at another attainment."""
     training, scores, every = [t for t in traces if t.training] or traces, [], []
-    for target in GRIDS[metric]:
+    for target in targets:
         results = run_all(traces, setting, metric, target, each)
         name = f"HPA {metric} {target:g}"
         known = {r.trace: r for r in results}
@@ -186,13 +193,19 @@ class Comparison:
     least: list[float]
 
 
-def compare(setting: Setting, traces: list[Trace], say: Callable[[str], None], each: Runner = map) -> Comparison:
+def compare(
+    setting: Setting,
+    traces: list[Trace],
+    say: Callable[[str], None],
+    each: Runner = map,
+    targets: Grids = GRIDS,
+) -> Comparison:
     """All of it. `each`: map, or that of a pool of processes."""
     found = {"Kvern": run_all(traces, setting, "Kvern", each=each)}
     say(_line(score("Kvern", found["Kvern"], traces)))
     grids = {}
-    for metric in GRIDS:
-        name, results, grids[metric] = tuned(metric, traces, setting, say, each)
+    for metric, of_metric in targets.items():
+        name, results, grids[metric] = tuned(metric, of_metric, traces, setting, say, each)
         found[name] = results
         say(_line(score(name, results, traces)))
     for kind in HINDSIGHT:

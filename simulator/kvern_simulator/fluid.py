@@ -146,9 +146,6 @@ class FluidEngine:
     def _context(self) -> float:
         return self._base + self._clock * len(self._decodes)
 
-    def _seconds(self, tokens: float, context: float) -> float:
-        return self._cost[0] + self._cost[1] * tokens + self._cost[2] * context
-
     def advance(self, until: float) -> None:
         """Bring the engine to `until`."""
         while self.now < until:
@@ -163,13 +160,16 @@ class FluidEngine:
             self._segment(until)
 
     def _admit(self) -> None:
-        waiting, used = self._waiting, self.used_tokens
-        while (
-            waiting and waiting[0].arrival <= self.now and self.running < self.max_num_seqs and len(self._prefills) < 2
-        ):
-            request = waiting[0]
+        waiting = self._waiting
+        if not waiting or len(self._prefills) >= 2 or waiting[0].arrival > self.now:
+            return
+        used = self.used_tokens
+        while waiting and waiting[0].arrival <= self.now and len(self._prefills) < 2:
+            request, running = waiting[0], self.running
             need = request.inputs + request.done
-            if self.running and used + need + _LOOKAHEAD * (self.running + 1) > self.kv_tokens:
+            if running >= self.max_num_seqs:
+                return
+            if running and used + need + _LOOKAHEAD * (running + 1) > self.kv_tokens:
                 return
             waiting.popleft()
             self._prefills.append([need, self.now])
@@ -179,42 +179,56 @@ class FluidEngine:
 
     def _chunk(self, decodes: int, context: float) -> tuple[float, float]:
         """(prompt tokens of a step, its seconds): beside decodes a step may take GPU_ITL_FACTOR times their time."""
-        alone = self._seconds(decodes, context)
-        if not self._prefills:
+        prefills, (whole, token, of_context) = self._prefills, self._cost
+        of_context *= context
+        alone = whole + token * decodes + of_context
+        if not prefills:
             return 0.0, alone
-        left = sum(p[0] for p in self._prefills) if len(self._prefills) < 8 else math.inf
+        chunk = prefills[0][0] + prefills[1][0] if len(prefills) == 2 else prefills[0][0]  # _admit lets two in
         most = float(self.max_num_batched_tokens - decodes)
         if decodes:
-            each = self._seconds(decodes + 1000.0, context) - alone
-            crowd = max(min(self.waiting, self.max_num_seqs - self.running) - _NO_CROWD, 0) / self.max_num_seqs
+            each = whole + token * (decodes + 1000.0) + of_context - alone
+            rows = self.max_num_seqs
+            crowd = max(min(len(self._waiting), rows - decodes - len(prefills)) - _NO_CROWD, 0) / rows
             factor = GPU_ITL_FACTOR * (1 + _RUSH * crowd)
             most = min(most, max((factor - 1) * alone / max(each, 1e-9) * 1000.0, 16.0))
-        chunk = min(most, left)
-        return chunk, self._seconds(decodes + chunk, context)
+        chunk = min(chunk, most)
+        return chunk, whole + token * (decodes + chunk) + of_context
 
     def _segment(self, until: float) -> None:
-        """As many like steps as pass before the next event."""
-        decodes, context = len(self._decodes), self._context()
+        """As many like steps as pass before the next event. The innermost loop of a simulation: comparisons instead of
+        min and max, which take longer than all of the arithmetic."""
+        now, clock, runs, waiting = self.now, self._clock, self._decodes, self._waiting
+        decodes = len(runs)
+        context = self._base + clock * decodes
         chunk, seconds = self._chunk(decodes, context)
-        steps = max((until - self.now) / seconds, 1e-6)
-        if self._waiting and self._waiting[0].arrival > self.now:
-            steps = min(steps, max((self._waiting[0].arrival - self.now) / seconds, 1e-6))
-        if self._prefills:
-            steps = min(steps, max(self._prefills[0][0] / chunk, 1e-6))
+        left = until - now
+        if waiting and now < waiting[0].arrival < until:
+            left = waiting[0].arrival - now
+        steps = left / seconds
+        if self._prefills and self._prefills[0][0] < steps * chunk:
+            steps = self._prefills[0][0] / chunk
         if decodes:
-            steps = min(steps, max(self._decodes[0][0] - self._clock, 1e-6), 64.0)
-            room = self.kv_tokens - self.used_tokens
+            if runs[0][0] - clock < steps:
+                steps = runs[0][0] - clock
+            if steps > 64.0:
+                steps = 64.0
+        if steps < 1e-6:
+            steps = 1e-6
+        if decodes:
+            room = self.kv_tokens - context - self._prefill_tokens
             if decodes * steps > room:
                 steps = max(room / decodes, 1e-6)
                 if room <= decodes * 1e-3:
                     self._preempt()
                     return
             self.counters.tokens(seconds, decodes * steps)
-            self._clock += steps
-        self.now += steps * seconds
+            self._clock = clock = clock + steps
+        self.now = now + steps * seconds
         self.counters.step_tokens += (decodes + chunk) * steps
-        self._prefill(chunk * steps)
-        while self._decodes and self._decodes[0][0] <= self._clock + 1e-6:
+        if chunk:
+            self._prefill(chunk * steps)
+        while runs and runs[0][0] <= clock + 1e-6:
             self._end()
 
     def _prefill(self, tokens: float) -> None:

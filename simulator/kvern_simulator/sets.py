@@ -60,7 +60,7 @@ def usual(hours: float = 1.0) -> list[Trace]:
     ]
 
 
-def large(hours: float = 0.4) -> list[Trace]:
+def large(hours: float = 0.2) -> list[Trace]:
     """One service with up to 1,000, 3,000 and 10,000 requests a second: a day's wave, bursts, a shift of lengths. Each
     simulated request and pod stands for `scale` of them."""
     end = hours * 3600.0
@@ -81,15 +81,15 @@ def large(hours: float = 0.4) -> list[Trace]:
     begins = (0.25 * end, 0.6 * end)
     return [
         made("1000-chat", _wave(150, 1_000, end), CHAT, True, 10, 400, 30),
-        made("1000-bursts-rag", _bursts(250, 600, begins, 300), RAG, False, 10, 400, 60),
+        made("1000-bursts-rag", _bursts(250, 600, begins, 0.2 * end), RAG, False, 10, 400, 60),
         made("3000-writing", _wave(500, 3_000, end), WRITE, True, 20, 800, 50),
         made("3000-shift", lambda _: 1_500, lambda t: CHAT if t < end / 2 else RAG, False, 20, 800, 190),
         made("10000-chat", _wave(1_500, 10_000, end), CHAT, False, 40, 3_000, 260),
-        made("10000-bursts-writing", _bursts(4_000, 10_000, begins, 300), WRITE, True, 40, 3_000, 400),
+        made("10000-bursts-writing", _bursts(4_000, 10_000, begins, 0.2 * end), WRITE, True, 40, 3_000, 400),
     ]
 
 
-def fleet(services: int = 1_000, hours: float = 0.25) -> list[Trace]:
+def fleet(services: int = 1_000, hours: float = 0.2) -> list[Trace]:
     """Many services, most of them small: rates fall as in Zipf's law, from 60 requests a second down to one in 20 s,
     each with a wave of its own phase and one of four kinds of requests. Every other one is held out."""
     end, found = hours * 3600.0, []
