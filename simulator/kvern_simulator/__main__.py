@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvern_engine.worker.sim_profile import load_profile
 from kvern_simulator import sets
-from kvern_simulator.compare import COARSE, GRIDS, Grids, compare
+from kvern_simulator.compare import COARSE, GRIDS, compare
 from kvern_simulator.report import text_of
 from kvern_simulator.traces import Trace
 from kvern_simulator.world import Setting
@@ -19,21 +19,21 @@ from kvern_simulator.world import Setting
 
 @dataclass(frozen=True)
 class Set:
-    """Traces of so many hours; what its files are called beside those of the usual set; `targets` of the HPAs; whether
-    each trace is drawn."""
+    """Traces of so many hours; what its files are called beside those of the usual set; whether the HPAs' targets are
+    few, and each trace is drawn."""
 
     make: Callable[[float], list[Trace]]
     hours: float
     suffix: str = ""
-    targets: Grids = GRIDS
+    coarse: bool = False
     draws: bool = True
 
 
 SETS = {
     "usual": Set(sets.usual, 1.0),
-    "large": Set(sets.large, 0.2, "-large", COARSE),
-    "layouts": Set(sets.layouts, 2.0, "-layouts", COARSE),
-    "fleet": Set(lambda hours: sets.fleet(1_000, hours), 0.2, "-fleet", COARSE, draws=False),
+    "large": Set(sets.large, 0.2, "-large", coarse=True),
+    "layouts": Set(sets.layouts, 2.0, "-layouts", coarse=True),
+    "fleet": Set(lambda hours: sets.fleet(1_000, hours), 0.2, "-fleet", coarse=True, draws=False),
 }
 
 
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
 
     with ProcessPoolExecutor(args.jobs) as pool:
-        made = compare(setting, traces, say, pool.map, chosen.targets)
+        made = compare(setting, traces, say, pool.map, COARSE if chosen.coarse else GRIDS)
     text = text_of(made, traces)
     say(text)
     say(f"{time.perf_counter() - begin:.0f} s")

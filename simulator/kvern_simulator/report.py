@@ -66,6 +66,8 @@ def table(made: Comparison, traces: list[Trace]) -> str:
         lines.append(f"| {name} | {' | '.join(cells)} | {made.least[i]:.2f} h |")
     for title, which in (("training", True), ("held out", False), ("all", None)):
         chosen = [i for i, t in enumerate(traces) if which is None or t.training == which]
+        if not chosen:
+            continue
         cells = []
         for name, results in found.items():
             s = score(name, [results[i] for i in chosen], [traces[i] for i in chosen])

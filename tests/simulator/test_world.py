@@ -10,6 +10,7 @@ import pytest
 from kvern_engine.worker.sim_profile import load_profile
 from kvern_operator.autoscale.layout import Sizes
 from kvern_operator.autoscale.signals import Scrape
+from kvern_simulator.__main__ import SETS, main
 from kvern_simulator.bounds import Clairvoyant, least_hours, needs
 from kvern_simulator.compare import (
     Comparison,
@@ -110,6 +111,22 @@ def test_hours_at_an_attainment_lie_between_the_targets_beside_it():
     assert at_attainment(grid, 0.90) == 10.0
     assert at_attainment(grid, 0.5) == 10.0
     assert at_attainment(grid, 0.99) is None
+
+
+@pytest.mark.parametrize("name", list(SETS))
+def test_the_command_writes_what_it_says(name, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    only = {"usual": "steady", "large": "1000-chat", "layouts": "strict", "fleet": "fleet-0001"}[name]
+    assert main(["--set", name, "--hours", "0.01", "--only", only, "--jobs", "1", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / f"table{SETS[name].suffix}.md").read_text()
+    assert f"| {only}" in text and "| least |" in text and text.strip() in capsys.readouterr().out
+    assert len(list(tmp_path.glob("*.svg"))) == 1 + SETS[name].draws
+
+
+def test_a_trace_that_is_not_there_is_said(capsys):
+    with pytest.raises(SystemExit):
+        main(["--only", "nonsense", "--hours", "0.001"])
+    assert "no trace of the set usual begins with 'nonsense'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("make", [usual, large, layouts, lambda hours: fleet(40, hours)])
