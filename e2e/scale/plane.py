@@ -33,8 +33,8 @@ CONTROLLER_FLAGS = (
     "--kube-api-qps=500",
     "--kube-api-burst=1000",
     "--concurrent-statefulset-syncs=20",
-    # Nobody renews a fake node's lease in time when two cores do all of this: it would take its pods' readiness away.
-    "--controllers=*,-node-lifecycle-controller",
+    # When two cores do all of this, leases of fake nodes are renewed late: their pods would lose their readiness for good.
+    "--node-monitor-grace-period=1h",
 )
 SCHEDULER_FLAGS = ("--kube-api-qps=500", "--kube-api-burst=1000")
 NODES, PODS_PER_NODE = 25, 300
