@@ -33,7 +33,7 @@ CONTROLLER_FLAGS = (
     "--kube-api-qps=500",
     "--kube-api-burst=1000",
     "--concurrent-statefulset-syncs=20",
-    # When two cores do all of this, leases of fake nodes are renewed late: their pods would lose their readiness for good.
+    # Two cores that do all of this renew leases of fake nodes late: their pods would lose their readiness for good.
     "--node-monitor-grace-period=1h",
 )
 SCHEDULER_FLAGS = ("--kube-api-qps=500", "--kube-api-burst=1000")
