@@ -215,7 +215,8 @@ def under_load(server, rounds, tokens, write):
     """Switches while streams run; `rounds` sets of streams with three switches each."""
     for number in range(rounds):
         running, calls = Streams(server.url, tokens, salt=number + 1), []
-        time.sleep(4.5 if number else 8.0)  # prompts are computed; the first ones meet graphs that are still to be captured
+        # Prompts are computed; the first ones meet graphs that are still to be captured.
+        time.sleep(4.5 if number else 8.0)
         for _ in range(3):
             calls.append(server.switch(1 if server.layout()["current"] == 2 else 2))
             time.sleep(max(0.0, calls[-1][0] + AFTER - time.monotonic()))
