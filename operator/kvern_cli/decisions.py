@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvern_cli.picture import Picture
-from kvern_cli.render import Block, Cell, Style, Table
+from kvern_cli.render import Block, Cell, Pairs, Style, Table
 from kvern_cli.words import age
 
 Object = Mapping[str, Any]
@@ -39,9 +39,11 @@ def decision_blocks(picture: Picture) -> list[Block]:
     numbers = tuple(_number_rows(last.get("inputs") or {}))
     if numbers:
         found.append(Table(("OF", "NUMBERS"), numbers, "From these numbers"))
-    sizes = tuple(_size_rows(layout))
+    sizes, decided = tuple(_size_rows(layout)), layout.get("lastDecision") or {}
+    if decided and not sizes:
+        said = Cell(f"{decided.get('reason', '')} ({age(decided['time'], picture.now)} ago)")
+        found.append(Pairs((("Tensor size", (said,)),)))
     if sizes:
-        decided = layout.get("lastDecision") or {}
         title = f"Tensor sizes ({age(decided['time'], picture.now)} ago: {decided.get('reason', '')})"
         found.append(Table(("SIZE", "ENGINES", "REPLICAS NEEDED", "ITL", "WHY NOT"), sizes, title))
     changes = tuple(_change_rows(layout, picture))

@@ -62,7 +62,11 @@ def _decisions(before: InferenceServiceStatus, after: InferenceServiceStatus) ->
         elif after.autoscaling.recommended != before.autoscaling.recommended:
             yield Event("Normal", "Recommended", words)
     layout, plan, old = after.parallelism.last_decision, after.parallelism.plan, before.parallelism.plan
-    if layout is None or plan is None or old is None or plan == old:
+    if layout is None or plan is None or plan == old:
+        return
+    if old is None:
+        if layout.from_ != layout.to:  # before any pod has run
+            yield Event("Normal", "LayoutChange", f"tensor size {layout.from_} -> {layout.to}: {layout.reason}")
         return
     if layout.from_ != layout.to and plan.size != old.size:
         kind: Literal["Normal", "Warning"] = "Warning" if plan.returning else "Normal"

@@ -109,6 +109,14 @@ def test_the_last_decisions_what_each_term_wanted_and_why_the_others_lost():
     assert "2 -> 1   half would do" in text
 
 
+def test_what_the_planner_waits_for_is_said_where_it_weighs_no_size():
+    reason = "no pod has run yet, and resources.gpuType does not name the card, so that its memory is not known"
+    layout = {"lastDecision": {"time": ago(30), "from": 1, "to": 1, "recommended": 1, "reason": reason}}
+    lines = plain(decision_blocks(picture(parallelism=layout)))
+    (line,) = [line for line in lines if line.startswith("Tensor size")]
+    assert line.split(maxsplit=2)[2] == f"{reason} (30s ago)"
+
+
 def test_where_nobody_decides_there_is_no_table():
     svc = service(*READY)
     assert decision_blocks(cluster_picture(svc, [], [], [], place="here", now=NOW, kubectl="kubectl")) == []

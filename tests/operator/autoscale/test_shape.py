@@ -16,6 +16,7 @@ from kvern_operator.autoscale.shape import card_bytes, expected
 from kvern_operator.autoscale.subject import subject_of
 from kvern_operator.autoscale.terms import Limits, View
 from kvern_operator.desired.layout import target_layout
+from kvern_operator.events import news
 from kvern_operator.observed import Observed
 
 SEVENTY = CacheStatus(
@@ -181,6 +182,8 @@ async def test_through_the_loop_replicas_are_made_with_a_size_that_fits():
     assert target_layout(svc.spec, status).tensor == 1
     status = await cycle(svc, status)
     assert target_layout(svc.spec, status).tensor == 4
+    (event,) = news(InferenceServiceStatus(cache=SEVENTY), status, [])
+    assert event.reason == "LayoutChange" and event.note.startswith("tensor size 1 -> 4: no pod has run yet; size 1: ")
     said = status.parallelism.last_decision
     assert (said.from_, said.to) == (1, 4) and status.parallelism.history == [said]
     assert [(o.size, bool(o.why_not)) for o in said.options] == [(1, True), (2, True), (4, False), (8, False)]
