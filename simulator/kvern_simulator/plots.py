@@ -57,7 +57,7 @@ def _front_last(names: Iterable[str]) -> list[str]:
 
 def _replicas(made: Comparison, traces: list[Trace], path: Path) -> Path:
     """A panel a trace: replicas as steps, arrivals as a shade behind them."""
-    columns = min(_COLUMNS, len(traces))
+    columns = 3 if len(traces) == 6 else min(_COLUMNS, len(traces))
     rows = -(-len(traces) // columns)
     figure, panels = pyplot.subplots(rows, columns, figsize=(3.9 * columns, 2.35 * rows + 0.6), squeeze=False)
     places = [panel for row in panels for panel in row]
@@ -103,10 +103,10 @@ def _panel(panel: Any, made: Comparison, place: int, trace: Trace) -> None:
     for at in made.found["Kvern"][place].layouts if "Kvern" in made.found else ():
         panel.axvline(at / 60, color=_BLUE, linewidth=0.9, linestyle=":")
         panel.annotate(
-            "layout", (at / 60, 1.0), xycoords=("data", "axes fraction"), xytext=(2, -7), textcoords="offset points",
+            "layout", (at / 60, 0.0), xycoords=("data", "axes fraction"), xytext=(2, 3), textcoords="offset points",
             fontsize=7, color=_BLUE,
         )  # fmt: skip
-    panel.set_ylim(0, None)
+    panel.set_ylim(0, panel.get_ylim()[1] * 1.03)
     panel.set_xlim(0, trace.seconds / 60)
     panel.yaxis.get_major_locator().set_params(integer=True, nbins=5)
     panel.set_title(trace.name + ("" if trace.training else " (held out)"))
