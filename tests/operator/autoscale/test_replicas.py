@@ -304,23 +304,19 @@ def test_to_zero_and_back():
     assert once(0, [], replace(LIMITS, minimum=1)).target == 1
 
 
-def test_requests_that_no_look_catches_keep_a_service_and_their_rate_does_not_outlast_them():
-    """Each came and went between two looks: no load shows it. A minute's rate must not put off the end either."""
-    limits = replace(LIMITS, minimum=0, idle=600.0)
+def test_the_window_begins_with_the_last_request_seen_and_not_with_its_rate():
+    def look(now: float, n: int) -> View:  # the last one at 900 s, between two looks
+        traffic = replace(CHAT, rate=float(now < 10_960.0), quiet=max(now - 10_900.0, 0.0))
+        return view(n, ready(n, running=0.0), now, traffic=traffic)
 
-    def look(now: float, n: int) -> View:
-        last = 10_900.0 if now >= 10_900.0 else now - now % 300.0  # one each 300 s, the last one at 900 s
-        seen = replace(CHAT, rate=1 / 60 if now - last < 60 else 0.0, quiet=now - last)
-        return view(n, ready(n, running=0.0), now, traffic=seen)
-
-    zero = [d for d in run(limits, 1, 1800.0, look) if d.kind == "zero"]
-    assert zero[0].time - 10_000.0 == 1500.0
+    made = run(replace(LIMITS, minimum=0, idle=600.0), 1, 1800.0, look)
+    assert next(d.time for d in made if d.target == 0) == 11_500.0
 
 
 def test_a_busy_service_never_goes_to_zero():
     limits = replace(LIMITS, minimum=0, idle=60.0)
-    busy = run(limits, 1, 3600.0, lambda now, n: view(n, ready(n, used=100.0, running=1.0), now))
-    assert {d.target for d in busy} == {1}
+    busy = view(1, ready(1, used=100.0, running=1.0))
+    assert {d.target for d in run(limits, 1, 3600.0, lambda now, n: replace(busy, now=now))} == {1}
 
 
 def test_nothing_grows_without_load():
