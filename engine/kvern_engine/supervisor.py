@@ -379,7 +379,8 @@ class Supervisor:
             if isinstance(message, WorkerProgress):
                 self._report.progress(message.rank, message.phase, message.fraction, several)
             elif isinstance(message, CoreReady):
-                if not self._switch.core_ready(message):
+                # Of an engine that is dead: it was on its way, from a switch that went back without it.
+                if not self._switch.core_ready(message) and message.engine not in self._dead:
                     self._ready[message.engine] = self._switch.engines[message.engine] = message
                     self._report.engine_ready(message, several)
             elif isinstance(message, EngineDead):
