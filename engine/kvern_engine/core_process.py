@@ -224,9 +224,8 @@ class CoreProcess:
             elif isinstance(message, AddRequest | Abort):
                 early.append(message)
         core, order = taken
-        worker = group_client(
-            self._context, self._folder, self._config, self._engine, [Peer(*peer) for peer in order.peers]
-        )
+        peers = [Peer(*peer) for peer in order.peers]
+        worker = group_client(self._context, self._folder, self._config, self._engine, peers, met=True)
         self._worker = core.worker = worker
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)

@@ -90,9 +90,9 @@ class WorkerMissingError(WorkerDiedError):
 class _Link:
     """The sockets to one rank, and what is known of its life."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str, peer: Peer) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str, peer: Peer, met: bool = False) -> None:
         self.rank, self._pid, self._place = peer.rank, peer.pid, peer.place
-        self.heard = False  # it has said something, or answered a connection
+        self.heard = met  # it has said something, or answered a connection
         self.ready: WorkerReady | None = None  # what it said last when it had loaded
         self.failure: str | None = None  # its own last words
         self.failed_to_load = False
@@ -207,7 +207,8 @@ class GroupWorkerClient:
     """WorkerClient of all ranks of an engine, in rank order. Each call raises WorkerDiedError once one of them is gone.
 
     `answering` is the rank whose results count. `compared`: further ranks that answer; another token than the answering
-    rank's at any of them ends the engine. `join_seconds`: how long a rank may be silent before it is given up.
+    rank's at any of them ends the engine. `join_seconds`: how long a rank may be silent before it is given up. `met`:
+    the ranks have loaded and been heard by others, so that one that is stopped now is not one that is slow to start.
     """
 
     overlaps = True  # a submitted plan is computed while the core goes on
@@ -221,12 +222,13 @@ class GroupWorkerClient:
         answering: int | None = None,
         compared: Sequence[int] = (),
         join_seconds: float = 300.0,
+        met: bool = False,
     ) -> None:
         self._join_seconds = join_seconds
         self._links: list[_Link] = []
         try:
             for peer in peers:
-                self._links.append(_Link(context, folder, peer))
+                self._links.append(_Link(context, folder, peer, met))
         except WorkerDiedError:
             self.close()
             raise
@@ -369,10 +371,15 @@ class GroupWorkerClient:
 
 
 def group_client(
-    context: "zmq.Context[zmq.Socket[bytes]]", folder: str, config: EngineConfig, engine: int, peers: Sequence[Peer]
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    folder: str,
+    config: EngineConfig,
+    engine: int,
+    peers: Sequence[Peer],
+    met: bool = False,
 ) -> GroupWorkerClient:
-    """The client of the workers of `engine` under this configuration. KVERN_DEBUG_RANKS=1: the ranks that know an
-    answer are compared."""
+    """The client of the workers of `engine` under this configuration, which others have `met` before. With
+    KVERN_DEBUG_RANKS=1 the ranks that know an answer are compared."""
     layout = Layout.of(config)
     debug = os.environ.get("KVERN_DEBUG_RANKS") == "1"
     return GroupWorkerClient(
@@ -383,6 +390,7 @@ def group_client(
         answering=layout.answering_rank(engine),
         compared=layout.stage_ranks(engine, layout.pipeline - 1) if debug else (),
         join_seconds=config.distributed_timeout_seconds,
+        met=met,
     )
 
 

@@ -82,6 +82,20 @@ def test_every_rank_gets_the_same_bytes_and_one_answers(make) -> None:
     assert client.collect(30.0) == result(0, 7)
 
 
+def test_a_rank_that_was_stopped_before_a_switchs_core_could_reach_it_is_given_up(tmp_path: Path) -> None:
+    """It answers no connection, as one does that has not started yet; but others have met it."""
+    context: zmq.Context = zmq.Context()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        client = GroupWorkerClient(context, str(tmp_path), 0, [Peer(3, process.pid)], answering=3, met=True)
+        with pytest.raises(WorkerDiedError, match=r"its process \(pid \d+\) is stopped \(SIGSTOP\)") as raised:
+            client.wait_ready()
+        assert raised.value.rank == 3
+        client.close()
+        process.kill()
+    context.destroy(linger=0)
+
+
 def test_a_new_request_need_not_wait_for_a_result(make, tmp_path: Path) -> None:
     client, ranks = make(1)
     context: zmq.Context = zmq.Context()
