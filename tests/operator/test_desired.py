@@ -73,6 +73,12 @@ def test_typed_fields_and_args_become_flags():
     ]
 
 
+@pytest.mark.parametrize(("mode", "ready"), [("Auto", True), ("Recommend", False), ("Fixed", False)])
+def test_pods_are_started_for_changes_of_the_layout_where_the_planner_makes_them(mode, ready):
+    made = service(f"resources: {{gpusPerPod: 2}}, parallelism: {{tensor: {{mode: {mode}}}}}")
+    assert ({"name": "KVERN_GPU_LAYOUT_SWITCH", "value": "1"} in container(made)["env"]) == ready
+
+
 def test_resources_of_a_gpu_pod():
     spec = "resources: {gpusPerPod: 4, cpu: 8, memory: 64Gi, gpuType: NVIDIA-H200, nodeSelector: {zone: a}, "
     made = service(spec + "tolerations: [{key: gpu, operator: Exists}], runtimeClassName: nvidia}")
