@@ -159,6 +159,24 @@ def test_zero_and_back(service: Make, client: Client, measure: Measure, show: Sh
     story(one, show)
 
 
+def size_proves_itself(one: Service) -> None:
+    """Wait until the planner has watched a new tensor size to the end."""
+    eventually(
+        "it has proven itself",
+        lambda: one.object()["status"]["parallelism"]["plan"]["phase"] == "Stable",
+        180,
+        every=2,
+    )
+
+
+def has_told_of_size_two(one: Service, show: Show) -> None:
+    """What a person finds after a change to tensor size 2: an Event, the record, the condition."""
+    assert "LayoutChange" in reasons(one)
+    assert one.object()["status"]["parallelism"]["history"][-1]["to"] == 2
+    assert one.condition("ParallelismStable")["reason"] == "AsWanted"
+    story(one, show)
+
+
 LONGEST = 512  # tokens: what an engine's KV cache holds, and no request may exceed
 LAID = {
     "model": {"name": streams.MODEL},
@@ -201,21 +219,13 @@ def test_the_planner_changes_the_layout(service: Make, client: Client, show: Sho
     try:
         load.start()
         eventually("size 2 in place", lambda: one.object()["status"]["parallelism"]["current"] == 2, 240, every=2)
-        eventually(
-            "it has proven itself",
-            lambda: one.object()["status"]["parallelism"]["plan"]["phase"] == "Stable",
-            180,
-            every=2,
-        )
+        size_proves_itself(one)
         report = load.finish()
         # Sums in another order may choose another word where a model computes; nothing else may differ.
         allowed = {"right", "differs"} if device == "cpu" else {"right"}
         wrong = [row for row in report["rows"] if row["outcome"] not in allowed]
         assert not wrong, wrong[:3]
         assert {p["metadata"]["uid"] for p in one.pods()} == pods  # in the pod, without another one
-        assert "LayoutChange" in reasons(one)
-        assert one.object()["status"]["parallelism"]["history"][-1]["to"] == 2
-        assert one.condition("ParallelismStable")["reason"] == "AsWanted"
-        story(one, show)
+        has_told_of_size_two(one, show)
     finally:
         load.stop()

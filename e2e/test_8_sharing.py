@@ -12,7 +12,19 @@ import streams
 from busy import Show
 from kit import Client, Object, Service, condition_of, eventually, kubectl
 from streams import Load
-from test_8_autoscale import LAID, LONGEST, STEPPED, ended, known_texts, ready, reasons, scaling, story
+from test_8_autoscale import (
+    LAID,
+    LONGEST,
+    STEPPED,
+    ended,
+    has_told_of_size_two,
+    known_texts,
+    ready,
+    reasons,
+    scaling,
+    size_proves_itself,
+    story,
+)
 
 Make = Callable[..., Service]
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.full]
@@ -84,11 +96,6 @@ ROLLOUTS = {
 }
 
 
-def phase(one: Service) -> str:
-    """Of the planner's record."""
-    return str(one.object()["status"]["parallelism"]["plan"]["phase"])
-
-
 @pytest.mark.parametrize("strategy", list(ROLLOUTS))
 def test_the_planners_size_comes_with_other_pods(service: Make, client: Client, show: Show, strategy: str) -> None:
     """Requests that hardly fit an engine: the planner wants size 2, which takes other pods, one at a time."""
@@ -111,15 +118,12 @@ def test_the_planners_size_comes_with_other_pods(service: Make, client: Client, 
     try:
         load.start()
         eventually("size 2 in place on both", has_size, 6 * streams.STREAM_SECONDS + 240, every=1)
-        eventually("it has proven itself", lambda: phase(one) == "Stable", 180, every=2)
+        size_proves_itself(one)
         ended(load)
         after = {pod["metadata"]["uid"] for pod in one.pods()}
         assert not before & after
         assert max(pods for pods, _ in seen) == most, seen
         assert min(good for _, good in seen) >= least, seen
-        assert "LayoutChange" in reasons(one)
-        assert one.object()["status"]["parallelism"]["history"][-1]["to"] == 2
-        assert one.condition("ParallelismStable")["reason"] == "AsWanted"
-        story(one, show)
+        has_told_of_size_two(one, show)
     finally:
         load.stop()
