@@ -40,7 +40,7 @@ _MOST_SENDS = 8  # unfinished sends after which the oldest is waited for: what b
 
 
 # Its name since torch 2.13; the older one warns there.
-all_gather_tensors: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class RankMissingError(ValueError):
@@ -82,7 +82,7 @@ class TensorGroup:
             return x
         rows, width = x.shape
         gathered = x.new_empty(self.size * rows, width)
-        all_gather_tensors(gathered, x.contiguous(), group=self._group)
+        _all_gather(gathered, x.contiguous(), group=self._group)
         return gathered.view(self.size, rows, width).transpose(0, 1).reshape(rows, self.size * width)
 
 

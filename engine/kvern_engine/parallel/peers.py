@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvern_engine.parallel.groups import all_gather_tensors
+from kvern_engine.parallel.groups import TensorGroup
 from kvern_kernels.peer_memory import HANDLE_BYTES, PeerMemory
 from kvern_kernels.peer_sum import PeerSum, buffer_bytes
 
@@ -24,8 +24,7 @@ def connect_peers(group: Any, size: int, rank: int, device: torch.device) -> Pee
         own = torch.frombuffer(bytearray(memory.handle()), dtype=torch.uint8).to(device)
     except Exception as error:  # the driver's own kinds and a missing library; what they mean is the same
         _warn(error)
-    handles = own.new_empty(size * HANDLE_BYTES)
-    all_gather_tensors(handles, own, group=group)
+    handles = TensorGroup(size, rank, group).all_gather(own.unsqueeze(0))
     if memory is not None and _all_exported(handles, size):
         try:
             memory.open(rank, [bytes(handle) for handle in handles.view(size, -1).cpu().numpy()])
