@@ -22,7 +22,7 @@ from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineSta
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import resolve_model
 from kvern_engine.parallel.layout import Layout
-from kvern_engine.parallel.messages import Fence, Go, Handed, Left, Standing, TakeOver
+from kvern_engine.parallel.messages import Fence, Go, Handed, Left, Standing, TakeOver, TookOver
 from kvern_engine.transport import SUPERVISOR_IN, bind, connect, core_in, decode_to_core, drain, encode, server_in
 from kvern_engine.worker import memory
 from kvern_engine.worker_client import GroupWorkerClient, InprocWorkerClient, NoWorker, Peer, group_client
@@ -232,6 +232,7 @@ class CoreProcess:
         worker.watch(self._poller)
         worker.wait_ready()
         self._core = core
+        self._report_at, self._said_busy = 0.0, False  # who asks for figures has none of this core yet
         for message in early:
             _take(core, message)
 
@@ -242,7 +243,8 @@ class CoreProcess:
         self._config = self._config.model_copy(update=sizes)
         core = build_core(self._config, self._engine, NoWorker(), order.ready, self._eos)
         core.scheduler.take_over(order.share)
-        self._supervisor.send(encode(self._ready_message(order.ready, began)))
+        ready = self._ready_message(order.ready, began)
+        self._supervisor.send(encode(TookOver(order.switch, order.tensor, ready)))
         return core
 
     def _sleep(self, core: EngineCore) -> None:

@@ -38,6 +38,7 @@ from kvern_engine.parallel.messages import (
     SwitchRecord,
     SwitchToSupervisor,
     TakeOver,
+    TookOver,
 )
 from kvern_engine.parallel.switching import Party, Phase, Switch, judge
 from kvern_engine.transport import connect, core_in, encode, worker_in
@@ -197,6 +198,8 @@ class LayoutSwitch:
             self._handovers[message.handover.engine] = message.handover
             self._before[message.handover.engine] = message.ready
             self._act(run.arrived(Party("core", message.handover.engine), now))
+        elif isinstance(message, TookOver):
+            self._took_over(run, message, now)
         else:
             self._worker_answered(run, message, now)
 
@@ -212,14 +215,11 @@ class LayoutSwitch:
                 self._details[name] = max(self._details.get(name, 0.0), seconds)
             self._act(run.arrived(Party("worker", message.rank), now))
 
-    def core_ready(self, message: CoreReady) -> bool:
-        """A core is ready; True where that belongs to a switch."""
-        run = self._run
-        if run is None or run.phase not in (Phase.ADOPTING, Phase.RESTORING):
-            return False
-        self._taken_over[message.engine] = message
-        self._act(run.arrived(Party("core", message.engine), self._clock()))
-        return True
+    def _took_over(self, run: Switch, message: TookOver, now: float) -> None:
+        layouts = {Phase.ADOPTING: run.target, Phase.RESTORING: run.source}
+        if run.phase in layouts and message.tensor == layouts[run.phase].tensor:
+            self._taken_over[message.ready.engine] = message.ready
+            self._act(run.arrived(Party("core", message.ready.engine), now))
 
     def lost(self, kind: str, index: int, reason: str) -> None:
         """A worker or core has ended."""

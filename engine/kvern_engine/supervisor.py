@@ -379,8 +379,7 @@ class Supervisor:
             if isinstance(message, WorkerProgress):
                 self._report.progress(message.rank, message.phase, message.fraction, several)
             elif isinstance(message, CoreReady):
-                # Of an engine that is dead: it was on its way, from a switch that went back without it.
-                if not self._switch.core_ready(message) and message.engine not in self._dead:
+                if message.engine not in self._dead:  # it may have been on its way when the engine died
                     self._ready[message.engine] = self._switch.engines[message.engine] = message
                     self._report.engine_ready(message, several)
             elif isinstance(message, EngineDead):
@@ -422,6 +421,7 @@ class Supervisor:
             self._switch.lost("core", engine, reason)
             return
         self._dead[engine] = reason
+        self._switch.engines.pop(engine, None)
         last = len(self._dead) == self._engines
         self.tell_servers(EngineDead(engine, reason, last))
         self._ending.begin([c for c in self._children if c.kind in ("worker", "core") and c.engine == engine])

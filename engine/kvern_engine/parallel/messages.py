@@ -97,7 +97,7 @@ class Standing(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 class TakeOver(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """To a core: go on with `share` over the workers `peers` (rank, pid, place) of a layout of `data` engines of
-    `tensor` ranks. It answers CoreReady to the supervisor, and turns to the workers at `Go`."""
+    `tensor` ranks. It answers `TookOver`, and turns to the workers at `Go`."""
 
     switch: int
     data: int
@@ -105,6 +105,15 @@ class TakeOver(msgspec.Struct, array_like=True, frozen=True, tag=True):
     peers: list[tuple[int, int | None, str]]
     ready: WorkerReady  # what they have reported, together
     share: Share
+
+
+class TookOver(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """From a core to the supervisor: it has its share of the layout of engines of `tensor` ranks. Both layouts of a
+    switch may be handed out, the old one on the way back, and an answer about one must not pass for the other's."""
+
+    switch: int
+    tensor: int
+    ready: CoreReady
 
 
 class Go(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -179,5 +188,5 @@ class LayoutChanged(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 SwitchToWorker = Reform | MoveKv | Finish
 SwitchToCore = Fence | TakeOver | Go
-SwitchToSupervisor = Switched | Handed | Drained | Standing | ChangeLayout
+SwitchToSupervisor = Switched | Handed | Drained | Standing | TookOver | ChangeLayout
 SwitchToServer = LayoutAnswer | LayoutState | Hold | Left | LayoutChanged

@@ -76,6 +76,12 @@ def at_rest(stats: EngineStats) -> EngineStats:
     )
 
 
+def unheard(ready: CoreReady, now: float) -> EngineStats:
+    """What is known of an engine that is ready, and has not reported yet: all of its blocks are free."""
+    blocks = ready.num_blocks
+    return EngineStats(ready.engine, blocks_total=blocks, blocks_free=blocks, heartbeat=now)
+
+
 class EngineClient:
     """Talks to all engine cores of the pod from one event loop; create and close it there."""
 
@@ -263,7 +269,7 @@ class EngineClient:
         elif isinstance(message, CoreReady):
             engine = self._engines[message.engine]
             if engine.state == "loading":
-                engine.state = "ready"
+                engine.state, engine.stats = "ready", unheard(message, time.monotonic())
             engine.ready, engine.heard = message, time.monotonic()
             log.info("engine ready", extra=fields(engine=message.engine, blocks=message.num_blocks))
             if self._on_ready is not None:
@@ -325,7 +331,7 @@ class EngineClient:
             if ready is None:  # it has died on the way: the layout is the old one
                 self._engines.append(before[index])
             else:
-                self._engines.append(_Engine("ready", EngineStats(index, heartbeat=now), ready, now))
+                self._engines.append(_Engine("ready", unheard(ready, now), ready, now))
         self._balancer = Balancer(message.data)
         held, self._held, self._leaving = self._held or [], None, None
         unsent = {m.request_id: m for _, m in held if isinstance(m, AddRequest)}

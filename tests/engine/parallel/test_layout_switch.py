@@ -36,6 +36,7 @@ from kvern_engine.parallel.messages import (
     Switched,
     SwitchToWorker,
     TakeOver,
+    TookOver,
 )
 from kvern_engine.request import SamplingParams
 from kvern_engine.transport import decode_to_core, encode
@@ -165,7 +166,7 @@ class Played:
             elif isinstance(message, Finish):
                 self.switch.read(Switched(1, index, "finish"))
             elif isinstance(message, TakeOver):
-                self.switch.core_ready(core_ready(index))
+                self.switch.read(TookOver(1, message.tensor, core_ready(index)))
 
     def said(self, kind: type) -> list[Any]:
         return [message for message in self.servers if isinstance(message, kind)]
@@ -280,6 +281,30 @@ def test_a_worker_that_dies_in_each_phase(tmp_path: Path, kind: type) -> None:
     pod.fail = fail
     pod.run(4)
     everybody_is_back(pod, "worker 2 was killed by SIGKILL", [0])
+
+
+def test_what_a_core_says_late_of_the_layout_that_failed_counts_for_nothing(tmp_path: Path) -> None:
+    """Neither as its way back, which it has yet to go, nor as an engine of the pod once all is over."""
+    pod = Played(tmp_path, Layout(2, 2))
+    running_after: list[bool] = []
+
+    def fail(_: str, index: int, message: Any) -> bool:
+        if isinstance(message, TakeOver) and message.tensor == 1:
+            if index == 3:
+                pod.dead = {("worker", 2), ("worker", 3), ("core", 1)}
+                pod.switch.lost("worker", 2, "worker 2 was killed by SIGKILL")
+            return True
+        if isinstance(message, TakeOver) and index == 0:
+            pod.switch.read(TookOver(1, 1, core_ready(0)))  # that of the target, which it had taken before
+            running_after.append(pod.switch.running)
+        return False
+
+    pod.fail = fail
+    pod.run(1)
+    assert running_after == [True]
+    everybody_is_back(pod, "worker 2 was killed by SIGKILL", [0])
+    pod.switch.read(TookOver(1, 1, core_ready(2)))
+    assert set(pod.switch.engines) == {0} and pod.switch.obstacle() == "not all of its engines are ready"
 
 
 def test_a_worker_that_stops_is_given_up_in_the_end(tmp_path: Path) -> None:

@@ -115,6 +115,24 @@ async def test_nothing_comes_after_a_fence_and_all_of_it_later(folder: str) -> N
         pod.close()
 
 
+async def test_an_engine_that_has_not_reported_yet_holds_nothing(folder: str) -> None:
+    """Neither after the start nor after a switch: without its report all blocks would seem to be in use."""
+    pod = Pod(folder, 2)
+
+    def free() -> list[int]:
+        return [view.stats.blocks_free for view in pod.client.views() if view.state == "ready"]
+
+    try:
+        await pod.begin()
+        assert free() == [32, 32]
+        await pod.hold(2)
+        pod.say(LayoutChanged(1, 1, 2, [pod.ready(0)], {}))
+        await pod.wait(lambda: len(pod.client.views()) == 1)
+        assert free() == [32]
+    finally:
+        pod.close()
+
+
 async def test_the_last_outputs_are_read_before_the_switch_goes_on(folder: str) -> None:
     pod = Pod(folder, 2)
     try:
