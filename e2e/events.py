@@ -245,6 +245,18 @@ def fresh_operator() -> None:
     eventually("an operator leads", leader, 60)
 
 
+def two_run() -> None:
+    """A second operator, which waits."""
+    kubectl(*SPACE, "scale", kit.OPERATOR, "--replicas=2")
+    eventually("two operators", lambda: [kit.condition_of(p, "Ready") for p in operators()] == ["True", "True"], 60)
+
+
+def one_runs() -> None:
+    """One operator again."""
+    kubectl(*SPACE, "scale", kit.OPERATOR, "--replicas=1")
+    kubectl(*SPACE, "rollout", "status", kit.OPERATOR, "--timeout=90s")
+
+
 def kill_operator() -> None:
     """kill -9 of whoever leads; returns when it is running again."""
     pod = eventually("an operator leads", leader, 60)
@@ -266,11 +278,12 @@ PHASES: dict[str, Callable[[list[Object], list[Object]], bool]] = {
     "as the spec changes": lambda before, now: True,
     "as a replica starts": lambda before, now: len(now) > len(before),
     "as one drains": lambda before, now: any(_drains(one) for one in now),
-    "as one is deleted": lambda before, now: not {_uid(one) for one in before} <= {_uid(one) for one in now},
+    "as one is deleted": lambda before, now: not {uid(one) for one in before} <= {uid(one) for one in now},
 }
 
 
-def _uid(obj: Object) -> str:
+def uid(obj: Object) -> str:
+    """metadata.uid."""
     return str(obj["metadata"]["uid"])
 
 
@@ -290,20 +303,18 @@ def operator_killed(phase: str) -> Do:
 def two_operators(target: Target, event: Event) -> None:
     """A second one takes over from a first that has stopped (SIGSTOP) in the middle of a rollout and comes back to life
     believing that it leads."""
-    kubectl(*SPACE, "scale", kit.OPERATOR, "--replicas=2")
+    two_run()
     try:
-        eventually("two operators", lambda: [kit.condition_of(p, "Ready") for p in operators()] == ["True", "True"], 60)
         first = eventually("one leads", leader, 60)
         target.revise()
         nodes.signal(first, "operator", 19)
         try:
-            eventually("the other leads", lambda: _uid(leader()) != _uid(first), 60)
+            eventually("the other leads", lambda: uid(leader()) != uid(first), 60)
         finally:
             nodes.signal(first, "operator", 18)
         target.settle()
     finally:
-        kubectl(*SPACE, "scale", kit.OPERATOR, "--replicas=1")
-        kubectl(*SPACE, "rollout", "status", kit.OPERATOR, "--timeout=90s")
+        one_runs()
 
 
 def api_server_away(target: Target, event: Event) -> None:
@@ -326,12 +337,12 @@ def etcd_restored(target: Target, event: Event) -> None:
 
 def operator_upgraded(target: Target, event: Event) -> None:
     """Another version of the operator, and back: no pod of the service changes."""
-    before = {_uid(pod) for pod in target.pods() + target.pods("router")}
+    before = {uid(pod) for pod in target.pods() + target.pods("router")}
     helm("upgrade", "kvern", "charts/kvern", *SPACE, "--reuse-values", "--wait", "--timeout=3m", *_other_operator())
     eventually("the new operator leads", leader, 60)
     helm("rollback", "kvern", *SPACE, "--wait", "--timeout=3m")
     eventually("the old operator leads", leader, 60)
-    assert {_uid(pod) for pod in target.pods() + target.pods("router")} == before, "no pod was replaced"
+    assert {uid(pod) for pod in target.pods() + target.pods("router")} == before, "no pod was replaced"
     kubectl("-n", target.namespace, "annotate", "infs", target.service.name, "touched=yes", "--overwrite")
     target.settle()
 

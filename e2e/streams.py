@@ -146,11 +146,19 @@ class Load:
 
     def start(self, seconds: float = 90) -> None:
         """Returns when every stream has had its first token, within so many seconds."""
+        self.begin()
+        self.all_run(seconds)
+
+    def begin(self) -> None:
+        """Returns at once."""
         options = [f"--reference {file}" for file in self.references]
         options += [f"--streams {self.streams}", f"--tokens {self.tokens}", f"--knock {self.knock}"]
         options.append(f"--name /tmp/{self.name}")
         command = f"python3 /opt/client/load.py run {self.service.url} {MODEL} {' '.join(options)}"
         self.client.exec("sh", "-c", f"setsid {command} >/tmp/{self.name}.log 2>&1 </dev/null &")
+
+    def all_run(self, seconds: float) -> None:
+        """Until every stream has had its first token."""
         try:
             eventually("all streams have begun", lambda: self.status()["running"] >= self.streams, seconds, every=1)
         except AssertionError as error:

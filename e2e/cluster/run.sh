@@ -49,7 +49,7 @@ else
   tests "tests of first use" e2e/test_1_*.py || status=$?
   tests "events under load" -m "not alone" e2e/test_8_events.py >"$LOGS/events-under-load.log" 2>&1 &
   events=$!
-  tests "autoscaling" -m "not alone" e2e/test_8_autoscale.py >"$LOGS/autoscaling.log" 2>&1 &
+  tests "autoscaling" -m "not alone" e2e/test_8_autoscale.py e2e/test_8_sharing.py >"$LOGS/autoscaling.log" 2>&1 &
   scaling=$!
   tests "tests side by side" -n 2 -m "not alone" e2e/test_[2-6]_*.py e2e/test_9_*.py || status=$?
   wait "$events" || status=$?
