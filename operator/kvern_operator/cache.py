@@ -1,5 +1,6 @@
 """How far a model is on its way into the service's claim, and what follows for replicas. Pure."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -71,8 +72,13 @@ def _job(observed: Observed, name: str) -> Object | None:
 def _before(status: InferenceServiceStatus | None, service: InferenceService) -> CacheStatus | None:
     """What was known last, where it was of the same model."""
     condition = status.condition("ModelCached") if status else None
-    same = condition is not None and service.spec.model.uri in condition.message
+    same = condition is not None and speaks_of(condition.message, service.spec.model.uri)
     return status.cache if status is not None and same else None
+
+
+def speaks_of(message: str, uri: str) -> bool:
+    """Whether a condition's message is about this model, and not about one whose address begins like its."""
+    return re.search(re.escape(uri) + r"(?![\w/.+=@-])", message) is not None
 
 
 def _waits_for(pods: Iterable[Pod]) -> str:

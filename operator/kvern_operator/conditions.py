@@ -20,8 +20,9 @@ from kvern_operator.api.status import (
     LayoutPlan,
 )
 from kvern_operator.api.types import InferenceServiceSpec
-from kvern_operator.cache import CacheState
+from kvern_operator.cache import CacheState, speaks_of
 from kvern_operator.causes import Cause, Surroundings, find_cause
+from kvern_operator.desired.engine import revision
 from kvern_operator.desired.layout import Layout
 from kvern_operator.desired.meta import ENGINE, FETCH, ROUTER, leads
 from kvern_operator.observed import Pod
@@ -232,10 +233,11 @@ def _progressing(view: View) -> Verdict:
 def _model_cached(view: View, previous: InferenceServiceStatus | None) -> Verdict:
     if view.cache is not None:
         return _in_claim(view, view.cache)
-    if any(p.served for p in view.pods if p.component == ENGINE):
+    present = ("", revision(view.spec))  # what an older one has loaded may be another model
+    if any(p.served and p.revision in present for p in view.pods if p.component == ENGINE):
         return "True", "Loaded", f"{view.spec.model.uri} has been loaded"
     before = previous.condition("ModelCached") if previous else None
-    if before is not None and before.status == "True" and view.spec.model.uri in before.message:
+    if before is not None and before.status == "True" and speaks_of(before.message, view.spec.model.uri):
         return "True", before.reason, before.message
     return "Unknown", "NotLoadedYet", f"no replica has loaded {view.spec.model.uri} yet"
 

@@ -102,14 +102,14 @@ class FakeCluster:
             if kind in ("StatefulSet", "Deployment"):
                 component = meta.ENGINE if kind == "StatefulSet" else meta.ROUTER
                 for i in range(obj["spec"]["replicas"]):
-                    wanted[f"{name}-{i}"] = (name, component)
+                    wanted[f"{name}-{i}"] = (name, component, obj["metadata"]["labels"][meta.REVISION_LABEL])
             elif kind == "Job":
-                wanted[f"{name}-x"] = (name, meta.FETCH)
+                wanted[f"{name}-x"] = (name, meta.FETCH, "")
         self.pods = {name: pod for name, pod in self.pods.items() if name in wanted}
-        for name, (owner, component) in wanted.items():
+        for name, (owner, component, revision) in wanted.items():
             if name not in self.pods:
                 self._uid += 1
-                self.pods[name] = Pod(name, f"p-{self._uid}", owner, component, created=self.now)
+                self.pods[name] = Pod(name, f"p-{self._uid}", owner, component, self.now, revision)
 
     def change(self, name: str, **values: object) -> None:
         self.pods[name] = replace(self.pods[name], **values)

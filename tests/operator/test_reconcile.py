@@ -198,6 +198,18 @@ def test_a_bad_revision_stops_with_the_old_one_serving_and_says_why():
     assert plan.status.condition("Progressing").message == f"stalled: {ready}"
 
 
+def test_a_model_is_not_called_loaded_because_the_one_before_it_is():
+    cluster, svc = FakeCluster(), service()
+    old = svc.spec.model.model_copy(update={"uri": "hf://org/name-Instruct"})
+    new = svc.spec.model.model_copy(update={"uri": "hf://org/name"})
+    cluster.settle(svc.model_copy(update={"spec": svc.spec.model_copy(update={"model": old})}))
+    assert cluster.status.condition("ModelCached").message == "hf://org/name-Instruct has been loaded"
+    changed = svc.model_copy(update={"spec": svc.spec.model_copy(update={"model": new})})
+    assert conditions(cluster.step(changed))["ModelCached"] == ("Unknown", "NotLoadedYet")
+    cluster.settle(changed)
+    assert cluster.status.condition("ModelCached").message == "hf://org/name has been loaded"
+
+
 def test_rolling_back_removes_the_bad_replica_only():
     cluster = FakeCluster()
     cluster.settle(service("replicas: 2"))
