@@ -299,6 +299,17 @@ def test_the_routers_flags_are_ones_that_it_has():
     assert parse_args(template["spec"]["containers"][0]["args"]).hold_timeout == 300
 
 
+def test_a_router_keeps_bodies_in_half_of_the_memory_that_it_has():
+    from kvern_router.settings import parse_args
+
+    def kept(spec):
+        return parse_args(router.pod_template(service(spec), {}, SETTINGS)["spec"]["containers"][0]["args"])
+
+    assert kept("router: {resources: {memory: 128Mi}}").max_buffered_bytes == 64 * 2**20
+    assert kept("router: {resources: {memory: 2Gi}}").max_buffered_bytes == 2**30
+    assert kept("router: {resources: {cpu: 1}}").max_buffered_bytes == 2**28, "of 512Mi"
+
+
 def test_limits_are_the_routers_business_without_a_restart():
     def made(spec):
         return router.revision(service(spec))

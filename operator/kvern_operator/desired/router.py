@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 
+from kvern_operator.api.base import parse_quantity
 from kvern_operator.api.types import InferenceService
 from kvern_operator.desired import meta
 from kvern_operator.desired.engine import (
@@ -152,6 +153,8 @@ def pod_template(service: InferenceService, own: dict[str, str], settings: Setti
         "--shutdown-delay-seconds",
         str(settings.endpoints_delay),
     ]
+    if room := int(parse_quantity(router.resources.memory or 0)) // 2:
+        args += ["--max-buffered-bytes", str(room)]  # half of the memory, as by default: a router is not to be killed
     volumes: list[Object] = [{"name": "replicas", "configMap": {"name": router_name(service)}}]
     mounts: list[Object] = [{"name": "replicas", "mountPath": ROUTER_FOLDER, "readOnly": True}]
     if router.api_keys_secret_ref is not None:
