@@ -6,6 +6,7 @@ or 1 (it could not be done), never a traceback.
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -177,6 +178,8 @@ def _fetch(argv: list[str]) -> int:
     if options.report_port is not None and not options.admin_token_file:
         raise FlagError(["--report-port needs --admin-token-file"])
     logs.setup("info", "fetch")
+    # Ends as an exception does: the lock of the cache is given back, and the next download need not wait for it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     where = None
     if options.report_port is not None:
         where = (options.report_host, options.report_port, options.admin_token_file)

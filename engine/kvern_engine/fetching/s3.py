@@ -33,6 +33,7 @@ _DENIED = {
     "SignatureDoesNotMatch",
     "TokenRefreshRequired",
 }
+_OLD = {"ExpiredToken", "TokenRefreshRequired"}
 _PASSING = {"InvalidRange", "RequestTimeout", "SlowDown", "Throttling"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect"}
 _BARE = {301: "PermanentRedirect", 403: "AccessDenied", 404: "NoSuchKey", 412: "PreconditionFailed"}  # HEAD has no body
@@ -176,7 +177,7 @@ class Bucket:
         return self._known
 
     def _by_identity(self) -> Keys:
-        """Temporary keys for the token that the cluster has given to the pod; they outlast a download."""
+        """Temporary keys for the token that the cluster has given to the pod: for an hour, as a rule."""
         default = f"https://sts.{self._region}.{_domain(self._region)}"
         query = {
             "Action": "AssumeRoleWithWebIdentity",
@@ -206,6 +207,9 @@ class Bucket:
         where = f"bucket {self._place.root}"
         if status >= 500 or status == 429 or code in _PASSING or status == 416:
             return PassingError(f"{where}: {code} {message}".rstrip(), restart=status == 416)
+        if code in _OLD and self._known is not None:
+            self._known = None  # a large model takes longer than keys last: others for the next request
+            return PassingError(f"{where}: {code} {message}".rstrip(), 0.0)
         if code == "PreconditionFailed":
             return SourceError("Failed", self._uri, "it was changed while it was fetched; the next try lists it anew")
         if code == "NoSuchBucket":

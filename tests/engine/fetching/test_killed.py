@@ -154,3 +154,14 @@ def test_words_of_the_command(hub: FakeHub) -> None:
     assert code == 2 and "--update is for hf:// and s3:// models; leave it out for builtin://x" in err
     code, err = said("hf://org/name", "--report-port", "0")
     assert code == 2 and "--report-port needs --admin-token-file" in err
+
+
+def test_told_to_end_it_gives_the_lock_back(large: FakeHub, cache: Path) -> None:
+    """In a cluster nobody can see that a process of another pod is gone: its lock would be waited for."""
+    first = start(URI)
+    until(lambda: size_of(cache, LARGE + PART) > 200_000)
+    first.send_signal(signal.SIGTERM)
+    _, err = first.communicate(timeout=20)
+    assert first.returncode == 143 and "Traceback" not in err, err
+    (lock,) = Store(cache).hidden.glob("lock-*")
+    assert json.loads(lock.read_text())["released"] is True

@@ -213,6 +213,25 @@ def test_a_web_identity(
     assert obtain(URI, ways=ways).path.is_dir()
 
 
+def test_a_download_outlasts_the_keys_of_a_web_identity(
+    s3: FakeS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    no_keys(monkeypatch)
+    (tmp_path / "identity").write_text("jwt")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "identity"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/reader")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", s3.url)
+    s3.keys["first"], s3.identities["jwt"] = ("secret", True), ("first", "secret")
+    bucket = Bucket(URI, parse_place(URI))
+    listing = bucket.listing(None)
+    s3.keys, s3.identities["jwt"] = {"second": ("secret", True)}, ("second", "secret")
+    s3.errors = [("ExpiredToken", 400)]
+    with pytest.raises(PassingError, match="ExpiredToken"), bucket.open(listing.files[0], 0):
+        pass
+    with bucket.open(listing.files[0], 0) as stream:
+        assert b"".join(stream.chunks) == FILES[listing.files[0].name]
+
+
 def test_a_bucket_of_another_region(s3: FakeS3, ways: Ways, monkeypatch: pytest.MonkeyPatch, message: Message) -> None:
     s3.region = "eu-central-1"
     text = message(lambda: obtain(URI, ways=ways))
