@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_PIPELINED = 8
+PIECE = 16 << 10  # bytes that are parsed at once: requests of a few bytes each must not become thousands of objects
 WRITE_HIGH = 128 << 10  # bytes of answers that wait for a slow client before its app has to
 LINGER_SECONDS = 2.0  # a client that is still sending gets to read its refusal before the connection is closed
 LINGER_BYTES = 256 << 20
@@ -73,6 +74,7 @@ class Connection(asyncio.Protocol):
         self._upgrading: Head | None = None  # asks for another protocol, and has a body
         self._active: Exchange | None = None
         self._queue: deque[Exchange] = deque()
+        self._unread = b""  # received, and left until somebody wants it
         self._last = False  # no further request is read
         self._reading = True
         self._gone = False
@@ -101,6 +103,19 @@ class Connection(asyncio.Protocol):
         if self._deaf:
             self._throw_away(len(data))
             return
+        self._unread += data
+        self._parse()
+
+    def _parse(self) -> None:
+        """Go on in what has come, until nobody wants more of it for now."""
+        data, self._unread, at = self._unread, b"", 0
+        while at < len(data) and self._reading and not self._deaf:
+            self._feed(data[at : at + PIECE])
+            at += PIECE
+        if not self._deaf:
+            self._unread = data[at:]
+
+    def _feed(self, data: bytes) -> None:
         before = self._head
         while data and not self._deaf:
             try:
@@ -148,6 +163,7 @@ class Connection(asyncio.Protocol):
         self._gone = self._last = True
         self._server.disconnected(self)
         self._queue.clear()
+        self._unread = b""
         self._resume()
         for exchange in (self._active, self._receiving):
             if exchange is not None:
@@ -316,7 +332,9 @@ class Connection(asyncio.Protocol):
             return
         if self._transport is not None and not self._transport.is_closing():
             self._reading = True
-            self._transport.resume_reading()
+            self._parse()
+            if self._reading:
+                self._transport.resume_reading()
 
     def write(self, data: bytes) -> None:
         """Send bytes; a client that is gone gets none."""
