@@ -29,10 +29,12 @@ from typing import Any, Protocol, TypeVar
 
 SCAN_BYTES = 256 * 1024  # how far into a body the key is looked for: parsing stays below half a millisecond
 TEXT_CHARS = 1024  # of each message, and bytes of a prompt, that count
+MESSAGES = 64  # that are looked at for the first of a user: a body may hold a hundred thousand empty ones
 _MASK = (1 << 64) - 1
 _MESSAGES = re.compile(rb'"messages"\s*:\s*\[')
 _PROMPT = re.compile(rb'"(?:prompt|input)"\s*:\s*')
 _USER = re.compile(rb'"user"\s*:\s*"((?:[^"\\]|\\.){1,512})"')
+_GAP = re.compile(r"[ \t\r\n,]*")
 _DECODER = json.JSONDecoder()
 
 
@@ -150,11 +152,10 @@ def _raw(window: bytes, start: int) -> bytes:
 def _conversation(text: str) -> Iterable[str]:
     """Role and first text of each message up to the first user message, as far as they parse."""
     at = 0
-    while True:
-        while at < len(text) and text[at] in " \t\r\n,":
-            at += 1
+    for _ in range(MESSAGES):
+        gap = _GAP.match(text, at)
         try:
-            message, at = _DECODER.raw_decode(text, at)
+            message, at = _DECODER.raw_decode(text, gap.end() if gap else at)
         except (ValueError, RecursionError):
             return
         if not isinstance(message, dict):
@@ -169,7 +170,7 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content[:TEXT_CHARS]
     if isinstance(content, list):
-        return "\x1f".join(_part(part) for part in content)[:TEXT_CHARS]
+        return "\x1f".join(_part(part) for part in content[: TEXT_CHARS + 1])[:TEXT_CHARS]
     return str(content)[:TEXT_CHARS]
 
 

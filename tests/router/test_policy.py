@@ -154,10 +154,21 @@ def test_a_session_is_the_header_or_the_user_or_else_the_prefix() -> None:
     assert request_key(Policy.LEAST_LOAD, b"s1", body) is None
 
 
-def test_the_key_is_cheap_for_a_large_body() -> None:
+@pytest.mark.parametrize(
+    "messages",
+    [
+        json.dumps([{"role": "user", "content": "x" * 5_000_000}]),
+        "[" + " " * 250_000 + '{"role": "user"}]',
+        "[" + "{}," * 80_000 + '{"role": "user"}]',
+        '[{"role": "user", "content": [' + '"",' * 80_000 + '""]}]',
+        "[" * 250_000,
+    ],
+    ids=["text", "blanks", "messages", "parts", "depth"],
+)
+def test_the_key_is_cheap_for_a_large_body(messages: str) -> None:
     import time
 
-    body = json.dumps({"messages": [{"role": "user", "content": "x" * 5_000_000}]}).encode()
+    body = f'{{"messages": {messages}}}'.encode()
     best = math.inf
     for _ in range(5):
         start = time.process_time()
