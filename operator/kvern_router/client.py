@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from kvern_router.router import Router
 
 MAX_PIPELINED = 8
+PIECE = 16 * 1024  # bytes that are parsed at once: requests of a few bytes each must not become thousands of objects
+# Connections above the most that are taken, and their seconds: kubelets ask by them whether the router lives, and would
+# end it with all its streams for having too many clients.
+SPARE, SPARE_SECONDS = 64, 2.0
 LINGER_SECONDS = 2.0  # a client that is still sending gets to read its refusal before the connection is closed
 WRITE_HIGH = 256 * 1024  # bytes of answer waiting for a slow client before its replica is paused
 PROBE_SECONDS = 15.0  # at most between questions whether a client that sends nothing more is still there
@@ -58,6 +62,9 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes = 0  # of the complete headers so far
         self._head_fed = 0  # received since the read in which the head began
         self._queue: deque[Request] = deque()
+        self._unread = b""  # received, and left until fewer requests wait
+        self._resting = False  # others have their turn
+        self._surplus = False  # one connection too many: to ask for the router's health, and for nothing else
         self._exchange: Exchange | None = None
         self._last_request = False  # no further request is read
         self._reading = True
@@ -79,13 +86,26 @@ class ClientConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.peer = str(peer[0]).encode() if isinstance(peer, tuple) else b""
         self._router.clients.add(self)
-        limit = self._router.settings.max_connections
-        if len(self._router.clients) > limit:
-            message = f"The router has {limit} connections, the most it takes (max-connections); try again later"
-            self._reject(RouterError(503, message, code="router_overloaded", retry_after=1))
+        above = len(self._router.clients) - self._router.settings.max_connections
+        self._surplus = above > 0
+        if above > SPARE:
+            self._reject(self._too_many_connections())
 
     def data_received(self, data: bytes) -> None:
         self._last_data = self._loop.time()
+        self._unread += data
+        self._parse()
+
+    def _parse(self) -> None:
+        """Read on in what has come, as long as not too many requests wait for their turn."""
+        data, self._unread, at = self._unread, b"", 0
+        while at < len(data) and not self._last_request and len(self._queue) < MAX_PIPELINED:
+            self._feed(data[at : at + PIECE])
+            at += PIECE
+        if not self._last_request:  # what follows one is nobody's
+            self._unread = data[at:]
+
+    def _feed(self, data: bytes) -> None:
         before = self._current
         while data and not self._last_request:
             try:
@@ -95,7 +115,7 @@ class ClientConnection(asyncio.Protocol):
                 data = data[upgrade.args[0] :]
                 self._ignore_upgrade()
             except httptools.HttpParserError as error:
-                if not self._last_request:  # what follows a last request is nobody's
+                if not self._last_request:
                     self._reject(bad_request(f"This is not a valid HTTP/1.1 request: {error}"))
                 return
         request = self._current
@@ -109,9 +129,11 @@ class ClientConnection(asyncio.Protocol):
         """The client sends no more: answers under way go on, unless it turns out to be gone altogether."""
         self._eof = self._last_request = True
         if self._current is not None:  # nobody will complete it
-            self._release(self._current.size)
+            self._forget_body(self._current)
             self._current = None
-        if self._exchange is None or self._exchange.request.version != "1.1":
+        if self._exchange is None:
+            return bool(self._queue)
+        if self._exchange.request.version != "1.1":
             return False  # HTTP/1.0 has no interim answers to ask with; proxies that speak it never close one side
         self._probe()
         for seconds in FIRST_LOOKS:
@@ -138,6 +160,7 @@ class ClientConnection(asyncio.Protocol):
         self._router.clients.discard(self)
         self._release(self._buffered)
         self._queue.clear()
+        self._unread = b""
         if self._exchange is not None:
             self._exchange.client_gone()
 
@@ -151,6 +174,7 @@ class ClientConnection(asyncio.Protocol):
         self._stalled_since = None
         if self._exchange is not None:
             self._exchange.resume()
+        self._advance()
 
     def _ignore_upgrade(self) -> None:
         """Upgrades are ignored, as RFC 9110 (7.8) allows. The parser takes a message to end with the head that asks for
@@ -192,14 +216,21 @@ class ClientConnection(asyncio.Protocol):
         request.method = self._parser.get_method()
         request.version = self._parser.get_http_version()
         request.keep_alive = self._parser.should_keep_alive()
-        if self._head_bytes > self._router.settings.max_header_bytes:
-            self._reject(self._head_too_large())
-        elif (error := check_head(request, self._router.settings.max_body_bytes)) is not None:
+        if (error := self._wrong_with(request)) is not None:
             self._reject(error)
         else:
             if self._parser.should_upgrade():
                 self._upgrading = request.framing()
             self._continue()
+
+    def _wrong_with(self, request: Request) -> RouterError | None:
+        """Why a request is refused at its head."""
+        if self._head_bytes > self._router.settings.max_header_bytes:
+            return self._head_too_large()
+        if self._surplus and request.target != b"/health":
+            return self._too_many_connections()
+        error = check_head(request, self._router.settings.max_body_bytes)
+        return error or self._router.identify(request, self._admin)
 
     def on_body(self, data: bytes) -> None:
         request = self._current
@@ -209,7 +240,8 @@ class ClientConnection(asyncio.Protocol):
         if request.size > self._router.settings.max_body_bytes:
             self._reject(too_large(self._router.settings.max_body_bytes))
             return
-        request.pieces.append(data)
+        request.parts += data
+        request.kept += len(data)
         self._buffered += len(data)
         self._router.buffered_bytes += len(data)
         if self._router.buffered_bytes > self._router.settings.max_buffered_bytes:
@@ -233,8 +265,8 @@ class ClientConnection(asyncio.Protocol):
         request = self._current or Request(began=self._loop.time(), version="1.1")
         self._current = None
         self._last_request = True
-        self._release(request.size)
-        request.pieces, request.keep_alive, request.rejection = [], False, error
+        self._forget_body(request)
+        request.keep_alive, request.rejection = False, error
         request.received = self._loop.time()
         self._enqueue(request)
 
@@ -246,26 +278,34 @@ class ClientConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _advance(self) -> None:
-        """Serve what is next, until something takes time."""
-        while self._queue and self._exchange is None and not self._gone:
-            request = self._queue.popleft()
+        """Serve what is next, unless something takes time or the client takes no more. Of the router's own answers it
+        is one at a time, and then the others' turn: a connection may ask for thousands at once."""
+        held_up = self._gone or self._resting or self._stalled_since is not None
+        if self._queue and self._exchange is None and not held_up:
+            self._serve(self._queue.popleft())
+        self._continue()
+
+    def _serve(self, request: Request) -> None:
+        try:
             if request.rejection is not None:
-                self._answer_at_once(request, request.rejection)
+                raise request.rejection
+            answer = self._router.local_answer(request, self._admin)
+            if answer is None:
+                self._router.admit(request)
+                self._exchange = Exchange(self._router, self, request)
+                self._exchange.start()
                 return
-            try:
-                answer = self._router.local_answer(request, self._admin)
-                if answer is None:
-                    self._router.admit(request)
-                    self._exchange = Exchange(self._router, self, request)
-                    self._exchange.paused = self._stalled_since is not None
-                    self._exchange.start()
-                    return
-            except RouterError as error:
-                self._answer_at_once(request, error)
-                continue
+        except RouterError as error:
+            self._answer_at_once(request, error)
+        else:
             self._respond(request, *answer)
             self._done_with(request, self.may_keep_alive(request))
-        self._continue()
+        self._resting = True
+        self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._resting = False
+        self._advance()
 
     def _continue(self) -> None:
         """Let a client send the body that it asked about, when it is that request's turn."""
@@ -288,16 +328,29 @@ class ClientConnection(asyncio.Protocol):
             self._advance()
 
     def _done_with(self, request: Request, keep_alive: bool) -> None:
-        if request.rejection is None:
-            self._release(request.size)
+        self._forget_body(request)
         if self._gone or self._transport is None:
             return
         self._idle_since = self._loop.time()
         if not keep_alive or (self._eof and not self._queue):
             self._close(unread=not request.complete)
         elif not self._reading and len(self._queue) < MAX_PIPELINED:
+            self._loop.call_soon(self._read_on)  # we may be in the middle of parsing
+
+    def _read_on(self) -> None:
+        self._parse()
+        if self._gone or self._transport is None or self._transport.is_closing() or self._reading:
+            return
+        if len(self._queue) < MAX_PIPELINED:
             self._reading = True
             self._transport.resume_reading()
+
+    def begun(self, request: Request) -> None:
+        """The answer has begun: its request is not sent again."""
+        self._forget_body(request)
+
+    def _forget_body(self, request: Request) -> None:
+        self._release(request.forget_body())
 
     def _release(self, size: int) -> None:
         size = min(size, self._buffered)
@@ -308,7 +361,7 @@ class ClientConnection(asyncio.Protocol):
 
     def may_keep_alive(self, request: Request) -> bool:
         """Whether another request may follow on this connection."""
-        return request.keep_alive and not self._router.draining
+        return request.keep_alive and not self._router.draining and not self._surplus
 
     def answer_error(self, request: Request, error: RouterError) -> bool:
         """Answer with an error of the router's own; returns whether the connection stays."""
@@ -349,6 +402,7 @@ class ClientConnection(asyncio.Protocol):
         """Close once everything is written. unread: the client is still sending; closing at once would reset the
         connection and lose the answer, so read on for a moment and throw it away."""
         self._last_request = True
+        self._queue.clear()
         if self._transport is None or self._transport.is_closing():
             return
         if not unread or self._eof:
@@ -380,7 +434,9 @@ class ClientConnection(asyncio.Protocol):
     def check(self, now: float) -> None:
         """End what has been idle for too long. Called every second or so."""
         settings = self._router.settings
-        if self._stalled_since is not None and self._transport is not None:
+        if self._surplus and not self.busy and not self._last_request and now - self._idle_since > SPARE_SECONDS:
+            self._reject(self._too_many_connections())
+        elif self._stalled_since is not None and self._transport is not None:
             waiting = self._transport.get_write_buffer_size()
             if waiting < self._stalled_bytes:
                 self._stalled_bytes, self._stalled_since = waiting, now
@@ -405,6 +461,11 @@ class ClientConnection(asyncio.Protocol):
         """For a drain: a connection without a request is closed now, another after its answer."""
         if not self.unfinished:
             self._close()
+
+    def _too_many_connections(self) -> RouterError:
+        limit = self._router.settings.max_connections
+        message = f"The router has {limit} connections, the most it takes (max-connections); try again later"
+        return RouterError(503, message, code="router_overloaded", retry_after=1)
 
     def _head_too_large(self) -> RouterError:
         limit = self._router.settings.max_header_bytes

@@ -103,6 +103,10 @@ class Exchange:
             before = self._sent_at - self._began - self._held_for
             self.router.metrics.added.observe(max(0.0, before) + max(0.0, self._answered_at - arrived))
 
+    def begun(self) -> None:
+        """A byte of a body goes to the client: the request is not sent again."""
+        self._client.begun(self.request)
+
     def cut(self, message: str, code: str = "replica_lost") -> None:
         """The answer has begun and cannot go on: end it with an error event, or cut the connection."""
         error = RouterError(502, message, code=code)
@@ -189,9 +193,8 @@ class Exchange:
         """Send the request to a replica and see it through; a connection that proves stale is replaced once."""
         request, fleet = self.request, self.router.fleet
         self._replica_name = replica.name
-        body = request.body()
         more = REQUEST_HEADER if request.use is not None and request.use.counts else b""
-        head = request_head(request, replica.spec.base, self._client.peer, len(body), more)
+        head = request_head(request, replica.spec.base, self._client.peer, request.size, more)
         fresh = False
         with fleet.using(replica):
             while True:
@@ -206,7 +209,7 @@ class Exchange:
                 replica.attempts.add(relay)
                 self._sent_at = self._loop.time()
                 try:
-                    connection.send(relay, head, body, bodiless=request.method == b"HEAD")
+                    connection.send(relay, head, request.body(), bodiless=request.method == b"HEAD")
                     if self.paused:
                         relay.pause()
                     outcome = await relay.outcome
@@ -221,10 +224,11 @@ class Exchange:
     def _pass_on(self, replica: Replica, outcome: Refused, tried: set[Replica]) -> bool:
         """Whether a replica's refusal is the client's answer (then it was sent) rather than a reason to try again."""
         fleet, status = self.router.fleet, outcome.head.status
-        if status == 429:
+        if status == 429:  # of a held request: others are passed on as they come
             self._again = QUEUE_FULL_SECONDS
-            return False
-        if status == 503 and outcome.head.header(b"retry-after") is not None:
+            if self._hold_left > 0:
+                return False
+        elif status == 503 and outcome.head.header(b"retry-after") is not None:
             replica.health.refused(self._loop.time())
             self._begun_elsewhere += error_code(outcome.body) in BEGUN_CODES
             may_wait = self.router.settings.max_held > 0 or fleet.has_available()

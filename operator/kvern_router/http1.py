@@ -38,8 +38,9 @@ class Request:
     target: bytes = b""  # origin form: path and query
     version: str = "1.1"
     headers: Headers = field(default_factory=list)
-    pieces: list[bytes] = field(default_factory=list)
+    parts: bytearray = field(default_factory=bytearray)  # of the body, as they come: a list of very small ones is large
     size: int = 0  # bytes of body so far
+    kept: int = 0  # of them in memory
     keep_alive: bool = False
     head_done: bool = False
     complete: bool = False
@@ -50,6 +51,7 @@ class Request:
     tenant: str = ""  # whose key it carries
     use: Use | None = None  # what it is charged, where there are limits
     extra: Headers = field(default_factory=list)  # headers of the router's own for its answer
+    _body: bytes = b""
 
     @property
     def path(self) -> bytes:
@@ -74,10 +76,16 @@ class Request:
         return b"content-length: %d\r\n" % length if length else b""
 
     def body(self) -> bytes:
-        """The whole body in one piece (joined once)."""
-        if len(self.pieces) > 1:
-            self.pieces = [b"".join(self.pieces)]
-        return self.pieces[0] if self.pieces else b""
+        """The whole body (copied once)."""
+        if self.parts:
+            self._body, self.parts = bytes(self.parts), bytearray()
+        return self._body
+
+    def forget_body(self) -> int:
+        """It is not needed any more. Returns how many bytes were kept of it."""
+        kept, self.kept = self.kept, 0
+        self.parts, self._body = bytearray(), b""
+        return kept
 
 
 @dataclass(slots=True)

@@ -170,9 +170,7 @@ class Relay:
             self.connection.drop(self)
             self._resolve(Failed("its stream opened with an error", sent=True))
             return
-        self._start()
-        self.streaming = True
-        self._writer.body(data)
+        self._go_out(data)
 
     def _hold_back(self, data: bytes) -> None:
         self._held_back.append(data)
@@ -189,9 +187,14 @@ class Relay:
             self._resolve(Failed("it answered otherwise than the replica before it", sent=True))
             return
         self._refusal = False
-        self._start()
         data, self._held_back = b"".join(self._held_back), []
+        self._go_out(data)
+
+    def _go_out(self, data: bytes) -> None:
+        """The first bytes of a body; from here on nothing is tried again."""
+        self._start()
         self.streaming = True
+        self._exchange.begun()
         self._writer.body(data)
 
     def _let_head_go(self) -> None:

@@ -136,11 +136,10 @@ class Router:
     def local_answer(self, request: Request, admin: bool) -> Answer | None:
         """The answer to a request that is the router's own, or None for one that is to be proxied."""
         path = request.path
-        own = path in (b"/health", b"/ready") or (
-            (path == b"/metrics" or path.startswith(b"/-/")) and (admin or self.settings.metrics_listen is None)
-        )
-        if not own:
-            if admin or path == b"/metrics" or path.startswith((b"/-/", b"/admin/")):
+        probe = path in (b"/health", b"/ready")
+        shown = admin or self.settings.metrics_listen is None
+        if not (probe or (_is_own(path) and shown and not path.startswith(b"/admin/"))):
+            if admin or _is_own(path):
                 raise bad_request(f"There is nothing at {path[:200].decode('latin-1')}", status=404, code="not_found")
             return None
         if request.method not in (b"GET", b"HEAD"):
@@ -157,10 +156,20 @@ class Router:
             return _json(200, self._peers.answer(request))
         raise bad_request(f"There is nothing at {path[:200].decode('latin-1')}", status=404, code="not_found")
 
-    def admit(self, request: Request) -> None:
-        """Whether the request may go on to a replica. Raises RouterError (401, 429)."""
-        if self._keys is not None and request.method != b"OPTIONS":
+    def identify(self, request: Request, admin: bool) -> RouterError | None:
+        """Say whose a request is, from its head: of who has no key no body is kept, which would take the room of
+        others. Returns what is wrong with it (401), None: nothing. A browser asks without a key what it may send."""
+        asks = request.method == b"OPTIONS" and not request.framing()
+        if self._keys is None or admin or asks or _is_own(request.path):
+            return None
+        try:
             request.tenant = self._keys.tenant(request)
+        except RouterError as error:
+            return error
+        return None
+
+    def admit(self, request: Request) -> None:
+        """Whether the request may go on to a replica. Raises RouterError (429)."""
         if request.method == b"POST":
             request.use, request.extra = self._tenants.admit(request.tenant, request.size)
 
@@ -221,6 +230,11 @@ class Router:
                 client.check(now)
             self.fleet.expire_idle()
             await asyncio.sleep(SWEEP_SECONDS)
+
+
+def _is_own(path: bytes) -> bool:
+    """Whether the router itself answers a path, if only that there is nothing at it."""
+    return path in (b"/health", b"/ready", b"/metrics") or path.startswith((b"/-/", b"/admin/"))
 
 
 def _json(status: int, value: Any) -> Answer:

@@ -241,6 +241,20 @@ async def test_a_held_request_is_not_lost_to_a_full_queue(bench: Any, fake: Any)
     assert (await asked).status == 200
 
 
+async def test_a_queue_that_stays_full_is_what_a_held_request_is_told(bench: Any, fake: Any) -> None:
+    full = fake.status(429, retry_after=3, body=b'{"error": {"message": "The queue is full", "code": "queue_full"}}')
+    replica = await bench.replica("a", full)
+    replica.ready = 503
+    await bench.start(hold_timeout=1.5)
+    await bench.until(lambda: bench.probe_of(replica) == "not ready")
+    asked = asyncio.ensure_future(bench.ask())
+    await bench.until(lambda: bench.metric("kvern_router_held_requests") == 1)
+    replica.ready = 200
+    answer = await asked
+    assert (answer.status, answer.headers["retry-after"]) == (429, "3"), "no replica was ready, it would be told"
+    assert answer.json()["error"]["code"] == "queue_full" and len(replica.seen) > 1
+
+
 # retries
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import socket
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,26 @@ async def test_one_connection_too_many(bench: Any) -> None:
     first, second = await bench.client(), await bench.client()
     await bench.until(lambda: len(bench.router.clients) == 2)
     third = await bench.client()
+    third.send("GET", "/v1/models")
     answer = await third.receive()
     assert answer.status == 503 and answer.headers["retry-after"] == "1" and await third.closed()
     assert answer.json()["error"]["message"].startswith("The router has 2 connections, the most it takes (max-conn")
     for client in (first, second):
-        client.send("GET", "/health")
+        client.send("GET", "/v1/models")
         assert (await client.receive()).status == 200
+
+
+async def test_with_too_many_connections_a_router_lives_all_the_same(bench: Any) -> None:
+    """The kubelet asks on a connection of its own: refused, it would end a router for having too many clients."""
+    await bench.start(1, max_connections=1)
+    await bench.client()
+    await bench.until(lambda: len(bench.router.clients) == 1)
+    answer = await bench.ask("GET", "/health", None)
+    assert (answer.status, answer.headers["connection"]) == (200, "close")
+    assert (await bench.ask("GET", "/ready", None)).status == 503, "new requests are for other routers"
+    silent = await bench.client()
+    answer = await silent.receive()
+    assert answer.json()["error"]["code"] == "router_overloaded" and await silent.closed()
 
 
 async def test_many_headers(bench: Any) -> None:
@@ -199,6 +214,112 @@ async def test_chunks_of_http_1_0_are_refused(bench: Any) -> None:
     client.writer.write(b"POST /v1/x HTTP/1.0\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n")
     assert (await client.receive()).status == 400
     assert not bench.replicas[0].seen
+
+
+async def test_answers_that_nobody_reads_are_not_made(bench: Any) -> None:
+    """What a client asks of the router itself waits for it as a replica's stream does, and does not pile up here."""
+    await bench.start(1)
+    client = await bench.client(limit=65_536)
+    client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+    client.writer.transport.pause_reading()
+    for _ in range(30):
+        client.writer.write(b"GET /-/nothing HTTP/1.1\r\nhost: h\r\n\r\n" * 1000)
+        await asyncio.sleep(0.02)
+    (connection,) = bench.router.clients
+    assert connection._transport.get_write_buffer_size() < 400_000 and len(connection._queue) < 1000
+    client.writer.transport.resume_reading()
+    for _ in range(30_000):
+        assert (await client.receive()).status == 404
+
+
+async def test_a_connection_that_asks_for_thousands_lets_others_have_their_turn(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.start(1)
+    made = 0
+
+    def counted(query: bytes) -> bytes:
+        nonlocal made
+        made += 1
+        return b"x"
+
+    monkeypatch.setattr(bench.router.metrics, "exposition", counted)
+    client = await bench.client()
+    client.writer.write(b"GET /metrics HTTP/1.1\r\nhost: h\r\n\r\n" * 4000)
+    await bench.until(lambda: made)
+    assert made < 1000, "everybody else had to wait for them"
+    half_close(client)
+    assert (await all_of(client)).count(b"HTTP/1.1 200") == 4000
+
+
+async def test_requests_that_wait_for_a_slow_one_are_left_unread(bench: Any) -> None:
+    release = asyncio.Event()
+
+    async def slow(seen: Any, reader: Any, writer: Any) -> None:
+        await release.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+    await bench.replica("a", slow)
+    await bench.start()
+    client = await bench.client()
+    client.writer.write(POST + b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n" * 5000 + POST)
+    await bench.until(lambda: bench.replicas[0].seen)
+    await asyncio.sleep(0.1)
+    (connection,) = bench.router.clients
+    assert len(connection._queue) < 1000, "each is twenty times as large in memory as on the wire"
+    release.set()
+    got = [(await client.receive()).body for _ in range(5002)]
+    assert got[0] == got[-1] == b"ok" and set(got[1:-1]) == {b'{"status": "ok"}'}
+
+
+async def test_a_body_of_tiny_chunks_takes_no_more_memory_than_its_bytes(bench: Any) -> None:
+    await bench.start(1)
+    client = await bench.client()
+    client.writer.write(b"POST /v1/x HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n")
+    await bench.until(lambda: bench.router.clients)
+    tracemalloc.start()
+    try:
+        for _ in range(50):
+            client.writer.write(b"2\r\nab\r\n" * 2000)
+            await client.writer.drain()
+        await bench.until(lambda: bench.router.buffered_bytes == 200_000)
+        assert tracemalloc.get_traced_memory()[0] < 2_000_000
+    finally:
+        tracemalloc.stop()
+    client.writer.write(b"0\r\n\r\n")
+    assert (await client.receive()).json()["bytes"] == 200_000
+
+
+@pytest.mark.parametrize("header", ["", "authorization: Bearer sk-guessed\r\n"])
+@pytest.mark.parametrize("framing", ["content-length: 90000", "transfer-encoding: chunked"])
+@pytest.mark.parametrize("method", ["POST", "OPTIONS"])
+async def test_of_who_has_no_key_no_body_is_kept(
+    bench: Any, tmp_path: Path, method: str, framing: str, header: str
+) -> None:
+    """The room for bodies is everybody's: who may not ask must not be able to fill it."""
+    keys = tmp_path / "keys"
+    keys.write_text("sk-a\n")
+    await bench.start(1, api_keys_file=keys)
+    client = await bench.client()
+    start = b"ea60\r\n" if "chunked" in framing else b""
+    client.writer.write(f"{method} /v1/x HTTP/1.1\r\nhost: h\r\n{header}{framing}\r\n\r\n".encode() + start)
+    answer = await client.receive()  # while the body still is to come
+    assert (answer.status, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    client.writer.write(b"x" * 60_000)
+    assert await client.closed() and bench.router.buffered_bytes == 0
+    assert bench.metric('kvern_router_requests_total{status="401"}') == 1
+    assert not bench.replicas[0].seen
+
+
+async def test_who_has_no_key_is_not_asked_for_a_body(bench: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-a\n")
+    await bench.start(1, api_keys_file=keys)
+    client = await bench.client()
+    expecting = {"expect": "100-continue", "content-length": "5"}
+    client.send("POST", "/v1/x", headers=expecting)
+    assert (await client.receive()).status == 401
+    assert (await bench.ask("OPTIONS", "/v1/x", None)).status == 200, "what a browser asks first carries no key"
 
 
 async def test_idle_connections_disturb_nobody(bench: Any) -> None:

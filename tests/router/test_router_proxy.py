@@ -144,6 +144,29 @@ async def test_bodies_in_memory_are_bounded_over_all_requests(bench: Any) -> Non
     assert (await bench.ask(body=b"x" * 20_000)).status == 200
 
 
+async def test_the_body_of_a_request_that_is_being_answered_takes_no_room(bench: Any) -> None:
+    """Long prompts, long answers: what cannot be tried again need not be kept until the end."""
+    release = asyncio.Event()
+
+    async def stream(seen: Any, reader: Any, writer: Any) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"9\r\ndata: 1\n\n\r\n")
+        await release.wait()
+        writer.write(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
+
+    await bench.replica("a", stream)
+    await bench.start(max_buffered_bytes=100_000)
+    clients = [await bench.client() for _ in range(3)]
+    for client in clients:
+        client.send("POST", "/v1/x", b"x" * 90_000)
+        assert (await client.head()).status == 200
+        assert await client.chunk() == b"data: 1\n\n" and bench.router.buffered_bytes == 0
+    release.set()
+    for client in clients:
+        assert [await client.chunk(), await client.chunk()] == [b"data: 2\n\n", b""]
+    assert {len(seen.body) for seen in bench.replicas[0].seen} == {90_000}
+
+
 async def test_interim_answers_of_a_replica_are_skipped(bench: Any) -> None:
     async def interim(seen: Any, reader: Any, writer: Any) -> None:
         writer.write(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
