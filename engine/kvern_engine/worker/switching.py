@@ -60,9 +60,13 @@ class Switching:
         _kind(worker)  # what a switch needs is imported now, not in the pause
         self._before: tuple[Any, WorkerReady, Next] | None = None
         self._next: Next | None = None
+        self._switch = 0  # the newest that anything was said about
 
     def handle(self, message: SwitchToWorker) -> None:
-        """Do what the supervisor says and tell it."""
+        """Do what the supervisor says and tell it. The last word about a switch may come behind the first one about the
+        next, which is said on another socket, and counts for nothing then."""
+        if message.switch < self._switch:
+            return
         rank, step = self.worker.rank, _STEPS[type(message)]
         begin = time.perf_counter()
         try:
@@ -81,8 +85,13 @@ class Switching:
         self._tell(answer)
 
     def _do(self, message: SwitchToWorker) -> tuple[dict[str, float], WorkerReady | None]:
+        if message.switch > self._switch:
+            self._switch = message.switch
+            if self._before is None:
+                self._go_back()
+            else:
+                self._let_go()  # the last one has succeeded: a way back would have been waited for
         if isinstance(message, Reform):
-            self._go_back()
             self._next = reformed(self.worker, self.ready, message)
             return self._next.seconds, self._next.ready
         if isinstance(message, MoveKv):

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from kvern_engine.config import EngineConfig
-from kvern_engine.parallel.messages import Reform
+from kvern_engine.parallel.layout import Layout
+from kvern_engine.parallel.messages import Finish, MoveKv, Reform, Switched, SwitchToWorker
 from kvern_engine.worker.sim import SimWorker
 from kvern_engine.worker.sim_profile import load_profile
 from kvern_engine.worker.sim_switch import SimReformed
-from kvern_engine.worker.switching import reformed
+from kvern_engine.worker.switching import Switching, reformed
 
 COSTS = {
     "group_seconds": 0.2,
@@ -93,3 +94,27 @@ def test_rates_must_be_above_zero(profile: str) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"copy_bytes_per_second": 0}))
     with pytest.raises(ValueError, match="copy_bytes_per_second must be above 0, got 0"):
         load_profile(profile)
+
+
+SWITCHED = [Reform(1, 1, 2, "file:///nowhere", 1.0), MoveKv(1, [])]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [Reform(2, 2, 1, "file:///nowhere", 1.0), Finish(1, True), MoveKv(2, []), Finish(2, False)],
+        [Finish(2, False), Finish(1, True)],
+    ],
+    ids=["as the next one begins", "as the next one fails"],
+)
+def test_the_last_word_about_a_switch_may_come_late(profile: str, messages: list[SwitchToWorker]) -> None:
+    """Each switch has a socket of its own. What comes of the next one tells that the last one has succeeded."""
+    clock = Clock()
+    config = EngineConfig(model="sim", device="sim", sim_profile=profile, block_size=16, data_parallel_size=2)
+    worker = SimWorker(config, 0, clock=clock, sleep=clock.sleep)
+    told: list[Switched] = []
+    serving = Switching(worker, worker.load(), told.append)
+    for message in [*SWITCHED, *messages]:
+        serving.handle(message)
+    assert not [answer.error for answer in told if answer.error]
+    assert serving.worker.layout == Layout(1, 2), "the second switch went back to what the first one had made"
