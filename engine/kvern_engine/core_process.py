@@ -22,7 +22,7 @@ from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineSta
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import resolve_model
 from kvern_engine.parallel.layout import Layout
-from kvern_engine.parallel.messages import Fence, Go, Handed, Left, Standing, TakeOver, TookOver
+from kvern_engine.parallel.messages import Fence, Handed, Left, Standing, TakeOver, TookOver
 from kvern_engine.transport import SUPERVISOR_IN, bind, connect, core_in, decode_to_core, drain, encode, server_in
 from kvern_engine.worker import memory
 from kvern_engine.worker_client import GroupWorkerClient, InprocWorkerClient, NoWorker, Peer, group_client
@@ -89,7 +89,8 @@ class CoreProcess:
         self._core: EngineCore | None = None
         self._worker: GroupWorkerClient | InprocWorkerClient | None = None
         self._ready: WorkerReady | None = None  # what its workers have reported
-        self._fences: dict[int, set[int]] = {}  # switch -> API servers that send nothing more
+        self._switch = 0  # the last one that this core took part in
+        self._fences: dict[int, set[int]] = {}  # of later ones -> API servers that send nothing more
 
     def start(self) -> None:
         """Wait for the worker and tell everybody that this engine takes requests."""
@@ -182,18 +183,22 @@ class CoreProcess:
                 if isinstance(message, AddRequest | Abort):
                     _take(core, message)
                 elif isinstance(message, Fence):
-                    fenced = self._fences.setdefault(message.switch, set())
-                    fenced.add(message.server)
-                    if len(fenced) == len(self._servers):
-                        return message.switch
+                    self._fence(message)
             except ValueError:  # msgspec's errors are ValueErrors too: one bad message must not end everybody's engine
                 log.exception("a message of %d bytes was refused", len(data))
-        return None
+        everybody = len(self._servers)
+        return next((switch for switch, fenced in self._fences.items() if len(fenced) == everybody), None)
 
     # ------------------------------------------------------------ a switch of the layout
 
+    def _fence(self, message: Fence) -> None:
+        """Where the supervisor speaks for an API server, that one's own word may come when the switch is over."""
+        if message.switch > self._switch:
+            self._fences.setdefault(message.switch, set()).add(message.server)
+
     def stand_by(self, switch: int) -> None:
         """A core for a layout to come: says that it is there and waits to be told what to go on with."""
+        self._switch = switch
         self._read_model()
         self._supervisor.send(encode(Standing(switch, self._engine)))
         self._await_layout()
@@ -201,28 +206,34 @@ class CoreProcess:
     def _leave(self, core: EngineCore, switch: int) -> None:
         """Hand over what this core holds, once nothing is in flight, and wait for what it is to go on with: in the new
         layout, or with the same again. Raises WorkerDiedError."""
-        self._fences = {}
-        self._send(core.settle())
+        self._switch, self._fences = switch, {}
+        self._send(core.settle(), core.stats())  # with the sizes of its last steps, which nobody else knows
         for sock in self._servers:
             sock.send(encode(Left(switch, self._engine)))
         handover = core.hand_over()
         core.close()  # the next to speak to the workers must be the only one
+        self._core = None  # should this process end now, the supervisor says so: engines may have other numbers by then
         assert self._ready is not None
         self._supervisor.send(encode(Handed(switch, handover, self._ready)))
         self._await_layout()
 
     def _await_layout(self) -> None:
-        """Until `TakeOver` and `Go`. What API servers send before `Go` is for the new layout."""
+        """Until `TakeOver` and `Go`. What API servers send before `Go` is for the new layout, or a fence of the next
+        switch already: their sockets are others than the supervisor's."""
         early: list[AddRequest | Abort] = []
         taken: tuple[EngineCore, TakeOver] | None = None
         while True:
             message = decode_to_core(self._inbox.recv())
-            if isinstance(message, TakeOver):
-                taken = self._take_over(message), message
-            elif isinstance(message, Go) and taken is not None:
-                break
-            elif isinstance(message, AddRequest | Abort):
+            if isinstance(message, AddRequest | Abort):
                 early.append(message)
+            elif isinstance(message, Fence):
+                self._fence(message)
+            elif message.switch != self._switch:
+                continue  # of one that is over
+            elif isinstance(message, TakeOver):
+                taken = self._take_over(message), message
+            elif taken is not None:
+                break
         core, order = taken
         peers = [Peer(*peer) for peer in order.peers]
         worker = group_client(self._context, self._folder, self._config, self._engine, peers, met=True)
