@@ -98,6 +98,11 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = 
 )
 
 
+def _reports(view: PodView) -> dict[int, EngineStats]:
+    """Of the engines that there are and of those that there were, whose counters must not fall."""
+    return {**view.past, **{e.engine: e.stats for e in view.engines}}
+
+
 def _engine_families(view: PodView, model: str) -> Iterator[Metric]:
     names = ("model_name", "engine")
     engines = [((model, str(e.engine)), e) for e in view.engines]
@@ -106,10 +111,11 @@ def _engine_families(view: PodView, model: str) -> Iterator[Metric]:
         for key, e in engines:
             gauge.add_metric(key, read(e.stats))
         yield gauge
+    counted = [((model, str(engine)), stats) for engine, stats in _reports(view).items()]
     for name, help, read in _ENGINE_COUNTERS:
         counter = CounterMetricFamily(name, help, labels=names)
-        for key, e in engines:
-            counter.add_metric(key, read(e.stats))
+        for key, stats in counted:
+            counter.add_metric(key, read(stats))
         yield counter
     waiting = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason.", labels=(*names, "reason")
@@ -132,12 +138,13 @@ def _engine_families(view: PodView, model: str) -> Iterator[Metric]:
         waiting.add_metric((*key, "deferred"), stats.num_waiting_deferred)
         for state, count in (("total", e.num_blocks), ("free", stats.blocks_free), ("cached", stats.blocks_cached)):
             blocks.add_metric((*key, state), count)
+        age.add_metric(key, max(0.0, now - stats.heartbeat) if stats.heartbeat else 0.0)
+        up.add_metric(key, 1.0 if e.state == "ready" else 0.0)
+    for key, stats in counted:
         for phase in dict.fromkeys((*PHASES, *stats.step_seconds)):
             seconds.add_metric((*key, phase), stats.step_seconds.get(phase, 0.0))
         for state in ("busy", "idle"):
             device.add_metric((*key, state), stats.device_seconds.get(state, 0.0))
-        age.add_metric(key, max(0.0, now - stats.heartbeat) if stats.heartbeat else 0.0)
-        up.add_metric(key, 1.0 if e.state == "ready" else 0.0)
     yield from (waiting, blocks, seconds, device, age, up)
 
 

@@ -128,6 +128,7 @@ class PodView:
     cache_config: dict[str, str]
     max_model_len: int | None
     switches: LayoutState | None = None  # of the layout: as the supervisor said last
+    past: Mapping[int, EngineStats] = field(default_factory=dict)  # of engines that a switch has ended: counters stay
 
 
 @dataclass(slots=True)

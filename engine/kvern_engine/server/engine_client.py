@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Container, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
 import zmq
 
 from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineStats, Outputs, TokenOutput, ToServer
@@ -30,6 +29,7 @@ from kvern_engine.parallel.messages import (
     SwitchToServer,
 )
 from kvern_engine.server.balance import Balancer, prefix_keys
+from kvern_engine.server.engine_stats import at_rest, together, unheard
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.lifecycle import STALL_SECONDS
 from kvern_engine.server.mailbox import ClientGone, EngineRequest, Mailbox
@@ -62,26 +62,6 @@ class _Engine:
     reason: str | None = None  # why it died
 
 
-def at_rest(stats: EngineStats) -> EngineStats:
-    """The last report of a dead engine: counters stay, but it runs nothing and holds nothing any more."""
-    return msgspec.structs.replace(
-        stats,
-        num_running=0,
-        num_waiting=0,
-        num_waiting_deferred=0,
-        kv_cache_usage=0.0,
-        kv_waste=0.0,
-        blocks_free=stats.blocks_total,
-        blocks_cached=0,
-    )
-
-
-def unheard(ready: CoreReady, now: float) -> EngineStats:
-    """What is known of an engine that is ready, and has not reported yet: all of its blocks are free."""
-    blocks = ready.num_blocks
-    return EngineStats(ready.engine, blocks_total=blocks, blocks_free=blocks, heartbeat=now)
-
-
 class EngineClient:
     """Talks to all engine cores of the pod from one event loop; create and close it there."""
 
@@ -101,6 +81,7 @@ class EngineClient:
         self.layout: LayoutState | None = None  # as the supervisor said last
         self._held: list[tuple[int, AddRequest | Abort]] | None = None  # during a switch of the layout: for the cores
         self._leaving: tuple[int, set[int]] | None = None  # the switch, and cores whose last outputs are not here
+        self._replaced: dict[int, EngineStats] = {}  # by engine: what its cores had counted that are replaced
         self._asks: dict[int, asyncio.Future[LayoutAnswer]] = {}
         self._balancer = Balancer(num_engines)
         self._live: dict[str, EngineRequest] = {}
@@ -145,6 +126,10 @@ class EngineClient:
             )
             for index, e in enumerate(self._engines)
         ]
+
+    def past(self) -> dict[int, EngineStats]:
+        """The last reports of engines that the present layout does not have: what they counted has been counted."""
+        return {index: stats for index, stats in self._replaced.items() if index >= len(self._engines)}
 
     @staticmethod
     def _state(engine: _Engine, now: float) -> str:
@@ -255,15 +240,17 @@ class EngineClient:
         if isinstance(message, LayoutState | LayoutAnswer | Hold | Left | LayoutChanged):
             self._handle_switch(message)
         elif isinstance(message, Outputs):
-            if message.engine >= len(self._engines):
-                return  # a core of a layout that never was: it has no requests
-            engine = self._engines[message.engine]
-            engine.heard = time.monotonic()
+            now = time.monotonic()
             if message.outputs:
-                self._dispatch(message, engine.heard)
+                self._dispatch(message, now)
+            if message.engine >= len(self._engines):
+                return  # of a layout that the supervisor is about to tell of: its core was faster
+            engine = self._engines[message.engine]
+            engine.heard = now
             if message.stats is not None:
+                stats = together(message.stats, self._replaced.get(message.engine))
                 # What a dead engine said last may come after the news of its death.
-                engine.stats = at_rest(message.stats) if engine.state == "dead" else message.stats
+                engine.stats = at_rest(stats) if engine.state == "dead" else stats
                 if self.metrics is not None:
                     self.metrics.iterations(message.engine, message.stats.iteration_tokens)
         elif isinstance(message, CoreReady):
@@ -307,7 +294,9 @@ class EngineClient:
             self._leaving = message.switch, {e for e, known in enumerate(self._engines) if known.state != "dead"}
             self._left(None)
         elif isinstance(message, Left):
-            self._left(message.engine)
+            if self._leaving is not None and self._leaving[0] == message.switch:
+                self._replaced[message.engine] = self._engines[message.engine].stats
+                self._left(message.engine)
         else:
             self._layout_changed(message)
 
@@ -331,20 +320,27 @@ class EngineClient:
             if ready is None:  # it has died on the way: the layout is the old one
                 self._engines.append(before[index])
             else:
-                self._engines.append(_Engine("ready", unheard(ready, now), ready, now))
+                stats = together(unheard(ready, now), self._replaced.get(index))
+                self._engines.append(_Engine("ready", stats, ready, now))
         self._balancer = Balancer(message.data)
         held, self._held, self._leaving = self._held or [], None, None
         unsent = {m.request_id: m for _, m in held if isinstance(m, AddRequest)}
         for handle in self._live.values():
             if handle.id not in unsent:
                 # One that has ended, but was not read yet, is nowhere.
-                handle.engine = min(message.engine_of.get(handle.id, handle.engine), message.data - 1)
-                self._balancer.add(handle.engine, handle.cost)
+                self._assign(handle, min(message.engine_of.get(handle.id, handle.engine), message.data - 1))
         for _, kept in held:
             if isinstance(kept, AddRequest):
                 self._send_kept(kept)
             else:
                 self._abort_kept(kept, message.engine_of, unsent)
+
+    def _assign(self, handle: EngineRequest, engine: int) -> None:
+        """The request is that engine's now: there it is counted from here on."""
+        handle.engine = engine
+        if self.metrics is not None:
+            handle.key = self.metrics.labels(engine)
+        self._balancer.add(engine, handle.cost)
 
     def _send_kept(self, request: AddRequest) -> None:
         handle = self._live.get(request.request_id)
@@ -356,8 +352,7 @@ class EngineClient:
             output = TokenOutput(handle.id, 0, [], finish_reason="error", error="no engine is ready")
             handle.mailbox.put(handle, output)
             return
-        handle.engine = self._choose(alive, request)
-        self._balancer.add(handle.engine, handle.cost)
+        self._assign(handle, self._choose(alive, request))
         self._send(handle.engine, request)
 
     def _abort_kept(self, abort: Abort, engine_of: Mapping[str, int], unsent: Container[str]) -> None:

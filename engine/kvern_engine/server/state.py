@@ -79,4 +79,5 @@ def pod_view(config: EngineConfig, client: EngineClient, lifecycle: Lifecycle) -
         cache_config=cache,
         max_model_len=client.max_model_len or config.asked_model_len,
         switches=client.layout,
+        past=client.past(),
     )

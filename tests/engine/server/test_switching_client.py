@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import zmq
 
-from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, Outputs, TokenOutput
+from kvern_engine.ipc import Abort, AddRequest, CoreReady, EngineDead, EngineStats, Outputs, TokenOutput
+from kvern_engine.metrics import Metrics, PodView
 from kvern_engine.parallel.messages import Drained, Fence, Hold, LayoutChanged, Left
 from kvern_engine.request import SamplingParams
 from kvern_engine.server.engine_client import EngineClient, Mailbox
@@ -33,11 +34,11 @@ def request(name: str) -> AddRequest:
 class Pod:
     """The sockets of three cores and a supervisor, played by the test."""
 
-    def __init__(self, folder: str, engines: int) -> None:
+    def __init__(self, folder: str, engines: int, metrics: Metrics | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.cores = [bind(self._context, zmq.PULL, folder, core_in(e)) for e in range(3)]
         self.supervisor = bind(self._context, zmq.PULL, folder, SUPERVISOR_IN)
-        self.client = EngineClient(0, folder, engines)
+        self.client = EngineClient(0, folder, engines, metrics)
         self._server = connect(self._context, zmq.PUSH, folder, server_in(0), linger_ms=500)
         for engine in range(engines):
             self.say(self.ready(engine))
@@ -194,5 +195,95 @@ async def test_more_engines_are_reached_too(folder: str) -> None:
             pod.client.submit(request(f"new{number}"), Mailbox())
         for engine in range(3):
             assert isinstance(await pod.got(engine), AddRequest)
+    finally:
+        pod.close()
+
+
+async def test_a_core_may_be_faster_than_the_news_of_its_layout(folder: str) -> None:
+    """Its sockets are others than the supervisor's: what it says first may be read first, and is part of a stream."""
+    pod = Pod(folder, 1)
+    try:
+        handle = (await pod.begin("a"))["a"]
+        await pod.hold(1)
+        pod.say(Outputs(2, [TokenOutput("a", 0, [7])], EngineStats(2, num_running=1)))
+        pod.say(LayoutChanged(1, 3, 1, [pod.ready(engine) for engine in range(3)], {"a": 2}))
+        pod.say(Outputs(2, [TokenOutput("a", 0, [8])]))
+        await pod.wait(lambda: handle.counts == [2])
+        assert [output.token_ids for _, output in await handle.mailbox.get()] == [[7], [8]]
+        assert handle.engine == 2
+    finally:
+        pod.close()
+
+
+async def test_who_left_in_an_earlier_switch_has_not_left_in_this_one(folder: str) -> None:
+    pod = Pod(folder, 2)
+    try:
+        await pod.begin("a", "b")
+        await pod.hold(2)
+        pod.say(LayoutChanged(1, 2, 1, [pod.ready(0), pod.ready(1)], {}))  # it went back before the last outputs came
+        pod.say(Hold(2, 2))
+        for engine in (0, 1):
+            assert await pod.got(engine) == Fence(2, 0)
+            pod.say(Left(1, engine))
+        await asyncio.sleep(0.1)
+        assert not pod.supervisor.poll(0)
+        for engine in (0, 1):
+            pod.say(Left(2, engine))
+        await pod.wait(lambda: pod.supervisor.poll(0))
+        assert decode_to_supervisor(pod.supervisor.recv()) == Drained(2, 0)
+    finally:
+        pod.close()
+
+
+async def test_tokens_are_counted_at_the_engine_that_computes_them(folder: str) -> None:
+    """Not at one that there is no more."""
+    view = PodView([], False, {}, {}, None)
+    metrics = Metrics(Path(folder), model_name="m", num_engines=2, handlers=[], view=lambda: view)
+    pod = Pod(folder, 2, metrics)
+
+    def counted(name: str) -> list[float]:
+        series = next(series for series in metrics.series if series.name == name)
+        return [metrics.slots.own[slot] for slot in series.start.values()]
+
+    try:
+        running = await pod.begin("a", "b")
+        await pod.hold(2)
+        held = pod.client.submit(request("c"), Mailbox())
+        pod.say(LayoutChanged(1, 1, 2, [pod.ready(0)], {"a": 0, "b": 0}))
+        pod.say(Outputs(0, [TokenOutput(name, 0, [1], "length") for name in ("a", "b", "c")]))
+        handles = [*running.values(), held]
+        await pod.wait(lambda: all(handle.left == 0 for handle in handles))
+        for handle in handles:
+            pod.client.release(handle, "length")
+        assert counted("vllm:generation_tokens") == [3, 0]
+        assert sum(counted("vllm:request_success")[:4]) == 3
+    finally:
+        pod.close()
+
+
+async def test_counters_of_engines_do_not_fall(folder: str) -> None:
+    """Each core counts from 0; what those before it counted stays, also of engines that there are no more."""
+    pod = Pod(folder, 2)
+
+    def say(engine: int, steps: int) -> None:
+        pod.say(Outputs(engine, [], EngineStats(engine, steps=steps, step_seconds={"wait": float(steps)})))
+
+    def counted() -> dict[int, tuple[int, float]]:
+        found = {**pod.client.past(), **{view.engine: view.stats for view in pod.client.views()}}
+        return {engine: (stats.steps, stats.step_seconds.get("wait", 0.0)) for engine, stats in found.items()}
+
+    try:
+        await pod.begin()
+        expected = {0: 0, 1: 0}
+        for switch, engines in ((1, 1), (2, 2), (3, 1)):
+            for engine in range(len(pod.client.views())):
+                say(engine, 10 + engine)
+                expected[engine] += 10 + engine
+            pod.say(Hold(switch, len(pod.client.views())))
+            for engine in range(len(pod.client.views())):
+                pod.say(Left(switch, engine))
+            pod.say(LayoutChanged(switch, engines, 1, [pod.ready(engine) for engine in range(engines)], {}))
+            await pod.wait(lambda wanted=engines: len(pod.client.views()) == wanted)
+            assert counted() == {engine: (steps, float(steps)) for engine, steps in expected.items()}
     finally:
         pod.close()
