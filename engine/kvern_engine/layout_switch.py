@@ -4,10 +4,11 @@
 Only messages go through here; weights and KV go from worker to worker.
 """
 
+import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from kvern_engine.parallel.messages import (
     GIVEN_UP,
     ChangeLayout,
     Drained,
+    Fence,
     Finish,
     Go,
     Handed,
@@ -40,7 +42,7 @@ from kvern_engine.parallel.messages import (
     TakeOver,
     TookOver,
 )
-from kvern_engine.parallel.switching import Party, Phase, Switch, judge
+from kvern_engine.parallel.switching import Party, Phase, Switch, judge, servers
 from kvern_engine.transport import connect, core_in, encode, worker_in
 from kvern_engine.worker.limits import GPU_SWITCH
 from kvern_engine.worker_client import SILENCE_SECONDS, is_stopped, merge_ready
@@ -107,6 +109,7 @@ class LayoutSwitch:
         self._details: dict[str, float] = {}
         self._stopped: dict[tuple[str, int], float] = {}  # (kind, index) -> since when
         self._lost: set[int] = set()  # engines of the old layout that went back without their K and V
+        self._ended_servers: set[int] = set()
 
     # ------------------------------------------------------------ what comes
 
@@ -168,6 +171,7 @@ class LayoutSwitch:
         run = self._run = Switch(
             self._number, self.layout, target, message.generation, now, servers=self._config.api_server_count
         )
+        run.dead |= servers(self._ended_servers)
         self._handovers, self._ready, self._taken_over, self._placement, self._details = {}, {}, {}, None, {}
         self._stopped, self._lost = {}, set()
         for rank in range(target.world):
@@ -205,7 +209,11 @@ class LayoutSwitch:
 
     def _worker_answered(self, run: Switch, message: Switched, now: float) -> None:
         if message.error is not None:
-            self._act(run.failed(f"worker {message.rank}: {message.error}", now))
+            reason = f"worker {message.rank}: {message.error}"
+            self._act(run.failed(reason, now))
+            if message.step == "finish":  # there is no other way back
+                self._pod.give_up(self._engine_of(Party("worker", message.rank)), reason)
+                self.lost("worker", message.rank, reason)
         elif _PHASES_OF_STEPS[message.step] is run.phase:
             if message.ready is not None:
                 self._ready[message.rank] = message.ready
@@ -227,6 +235,14 @@ class LayoutSwitch:
         self.engines.pop(engine, None)
         if self._run is not None:
             self._act(self._run.lost(Party(kind, index), reason, self._clock()))
+
+    def server_ended(self, server: int) -> None:
+        """An API server has ended as it was told to, while others still have requests: nothing more comes from it."""
+        self._ended_servers.add(server)
+        if self._run is not None:
+            if self._run.phase is Phase.FREEZING:
+                self._fence(self._run, range(self._run.source.data), [server])
+            self._act(self._run.ended(Party("server", server), self._clock()))
 
     def tick(self) -> None:
         """Look at the clock, and at who has been stopped."""
@@ -263,6 +279,7 @@ class LayoutSwitch:
         self.report()
         if phase is Phase.FREEZING:
             self._pod.tell_servers(Hold(run.number, run.source.data))
+            self._fence(run, range(run.source.data), self._ended_servers)
         elif phase is Phase.RESHARDING:
             meeting, target = f"file://{self._meeting(run)}", run.target
             kept = self._kept(run) if self._device.startswith("cuda") else None
@@ -276,12 +293,20 @@ class LayoutSwitch:
             log.warning("layout: going back", extra=fields(layout=str(run.source), reason=run.reason))
             self._meeting(run).with_suffix(GIVEN_UP).touch()
             self._tell_workers(Finish(run.number, False))
+            # Cores that have not stopped yet do so now: they go on with the same, whatever is still on its way to them.
+            late = sorted(party.index for party in run.waiting if party.kind == "core")
+            self._fence(run, late, range(self._config.api_server_count))
         elif phase is Phase.RESTORING:
             self._taken_over = {}
             living = [self._back(h) for e, h in sorted(self._handovers.items()) if Party("core", e) in run.waiting]
             self._hand_out(run, run.source, living)
         elif run.is_over:
             self._finish(run)
+
+    def _fence(self, run: Switch, engines: Iterable[int], absent: Iterable[int]) -> None:
+        """To cores, in the place of API servers for which they are not to wait."""
+        for engine, server in itertools.product(engines, absent):
+            self._tell("core", engine, Fence(run.number, server))
 
     def _meeting(self, run: Switch) -> Path:
         return Path(self._folder).absolute() / f"switch-{run.number}"

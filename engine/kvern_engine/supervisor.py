@@ -393,18 +393,26 @@ class Supervisor:
             self._retired.remove(child)
             return
         if child.kind == "server":
-            if not self._draining and self._failure is None:
+            if self._draining:
+                self._switch.server_ended(child.index)
+            elif self._failure is None:
                 self._fail(f"{child.name} {how_it_ended(status)}")
             return
         if status > 0:  # it had something to say; its core passes that on
             deadline = time.monotonic() + _WORDS_SECONDS
-            while child.engine not in self._dead and (left := deadline - time.monotonic()) > 0:
+            while self._is_missed(child) and (left := deadline - time.monotonic()) > 0:
                 self._inbox.poll(int(left * 1000))
                 self._read_inbox()
+        if child not in self._children:
+            return  # a core of a layout that was given up, with what it had to say
         reason = f"{self._full_name(child)} {how_it_ended(status)}"
         self._engine_died(child.engine, reason)
         # Of an engine that is dead already, it was we who ended what is left: that is not why.
         self._switch.lost(child.kind, child.index, self._dead.get(child.engine, reason))
+
+    def _is_missed(self, child: Child) -> bool:
+        """Whether nobody knows yet that this one is no more."""
+        return child in self._children and child.engine not in self._dead
 
     def _full_name(self, child: Child) -> str:
         """`worker 3 (engine 1, stage 0, tensor rank 1)` where an engine has several workers."""
@@ -443,9 +451,11 @@ class Supervisor:
 
     def end_core(self, engine: int) -> None:
         """It belongs to no layout any more; that it ends is no failure."""
-        ended = [c for c in self._children if c.kind == "core" and c.index == engine and c.status is None]
-        self._retired.update(ended)
-        self._ending.begin(ended)
+        cores = [c for c in self._children if c.kind == "core" and c.index == engine]
+        living = [c for c in cores if c.status is None]
+        self._retired.update(living)
+        self._ending.begin(living)
+        self._children = [c for c in self._children if c not in cores or c in living]
 
     def tell_servers(self, message: Any, server: int | None = None) -> None:
         """To all API servers, or to one."""

@@ -59,7 +59,8 @@ class Switched(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 class Fence(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """From an API server to a core: nothing more comes until the layout has changed. With the last server's the core
-    settles what is in flight and hands over."""
+    settles what is in flight and hands over. From the supervisor in the place of one that has ended, and on the way
+    back, where nobody has to be waited for."""
 
     switch: int
     server: int

@@ -124,6 +124,11 @@ class Switch:
             self.handed.add(party.index)
         return self._advance(now) if not self.waiting else None
 
+    def ended(self, party: Party, now: float) -> Phase | None:
+        """`party`, an API server, has ended as it was told to: nothing is to be waited for, and nothing is wrong."""
+        self.dead.add(party)
+        return self.arrived(party, now)
+
     def failed(self, reason: str, now: float) -> Phase | None:
         """Something has gone wrong; only the first reason is kept."""
         if self.is_over or self.is_going_back:

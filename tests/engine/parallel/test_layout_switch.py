@@ -23,6 +23,7 @@ from kvern_engine.parallel.layout import Layout
 from kvern_engine.parallel.messages import (
     ChangeLayout,
     Drained,
+    Fence,
     Finish,
     Go,
     Handed,
@@ -78,7 +79,7 @@ class Played:
     """The pod around a switch. `fail(kind, index, message)` returns True where that party does not answer a message,
     because it has told of a failure by itself."""
 
-    def __init__(self, folder: Path, source: Layout) -> None:
+    def __init__(self, folder: Path, source: Layout, servers: int = 1) -> None:
         self.now, self.sent, self.servers = 0.0, [], []  # type: ignore[var-annotated]
         self.started: list[int] = []
         self.ended: list[int] = []
@@ -87,7 +88,9 @@ class Played:
         self.sockets: list[Socket] = []
         self.fail: Callable[[str, int, Any], bool] = lambda kind, index, message: False
         self.blocks = BLOCKS
-        config = EngineConfig(model="m", data_parallel_size=source.data, tensor_parallel_size=source.tensor)
+        sizes = {"data_parallel_size": source.data, "tensor_parallel_size": source.tensor}
+        config = EngineConfig(model="m", api_server_count=servers, **sizes)
+        self.answers = list(range(servers))  # the API servers that say when they have all outputs
         self.switch = LayoutSwitch(self, config, None, str(folder), clock=lambda: self.now)  # type: ignore[arg-type]
         self.switch._connect = self._connect  # type: ignore[method-assign, assignment]
         self.switch.engines.update({e: core_ready(e) for e in range(source.data)})
@@ -116,7 +119,7 @@ class Played:
         if isinstance(message, Hold):
             for engine in range(message.data):
                 self.sent.append(("fenced", engine, encode(Go(message.switch))))
-            self.sent.append(("drained", 0, encode(Go(message.switch))))
+            self.sent += [("drained", server, encode(Go(message.switch))) for server in self.answers]
 
     def adopt(self, layout: Layout, engines: Sequence[CoreReady]) -> None:
         assert [engine.engine for engine in engines] == list(range(layout.data))
@@ -158,7 +161,7 @@ class Played:
             if kind == "start":
                 self.switch.read(Standing(1, index))
             elif kind == "fenced":
-                self.switch.read(Handed(1, handover(index), worker_ready(index)))
+                self.hand_over(index)
             elif isinstance(message, Reform):
                 self.switch.read(Switched(1, index, "reform", {"weights": 0.1}, worker_ready(index, self.blocks)))
             elif isinstance(message, MoveKv):
@@ -167,6 +170,10 @@ class Played:
                 self.switch.read(Switched(1, index, "finish"))
             elif isinstance(message, TakeOver):
                 self.switch.read(TookOver(1, message.tensor, core_ready(index)))
+
+    def hand_over(self, engine: int) -> bool:
+        self.switch.read(Handed(1, handover(engine), worker_ready(engine)))
+        return True
 
     def said(self, kind: type) -> list[Any]:
         return [message for message in self.servers if isinstance(message, kind)]
@@ -323,6 +330,53 @@ def test_a_worker_that_stops_is_given_up_in_the_end(tmp_path: Path) -> None:
     assert not pod.switch.running
     record = pod.said(LayoutState)[-1].last[0]
     assert record.reason == "Resharding took more than 90 s, waiting for worker 3"
+
+
+def test_a_worker_that_cannot_go_back_is_given_up_at_once(tmp_path: Path) -> None:
+    """With its own words; the others do not wait until its time is over."""
+    pod = Played(tmp_path, Layout(2, 2))
+
+    def fail(_: str, index: int, message: Any) -> bool:
+        if isinstance(message, MoveKv) and index == 0:
+            pod.switch.read(Switched(1, 0, "kv", error="a rank of the pod is gone"))
+            return True
+        if isinstance(message, Finish) and index == 3:
+            pod.switch.read(Switched(1, 3, "finish", error="no room for the old arena"))
+            return True
+        return False
+
+    pod.fail = fail
+    pod.run(4)
+    assert pod.given_up == {1: "worker 3: no room for the old arena"}
+    everybody_is_back(pod, "worker 0: a rank of the pod is gone", [0])
+
+
+def test_an_api_server_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    """The pod drains: the other one still has streams, which go on in the new layout."""
+    pod = Played(tmp_path, Layout(2, 2), servers=3)
+    pod.switch.server_ended(2)  # before it begins
+    pod.answers = [0]
+    pod.run(4)
+    assert pod.switch.running and pod.told(Fence) == [("core", 0, Fence(1, 2)), ("core", 1, Fence(1, 2))]
+    pod.switch.server_ended(1)  # in the middle
+    pod.answer()
+    assert pod.told(Fence)[2:] == [("core", 0, Fence(1, 1)), ("core", 1, Fence(1, 1))]
+    assert pod.layout == Layout(1, 4) and not pod.switch.running
+
+
+def test_an_api_server_that_hangs_takes_no_engine_along(tmp_path: Path) -> None:
+    pod = Played(tmp_path, Layout(2, 2), servers=2)
+    pod.answers = [0]
+    pod.fail = lambda kind, index, message: kind == "fenced"  # one fence is missing
+    pod.run(4)
+    pod.now += 60
+    pod.switch.tick()
+    pod.fail = lambda kind, index, message: message == Fence(1, 1) and pod.hand_over(index)
+    pod.answer()
+    assert pod.told(Fence) == [("core", e, Fence(1, server)) for e in (0, 1) for server in (0, 1)]
+    assert not pod.given_up
+    reason = "Freezing took more than 60 s, waiting for API server 1, engine core 0, engine core 1"
+    everybody_is_back(pod, reason, [0, 1])
 
 
 def test_a_process_that_is_stopped_is_given_up_sooner(tmp_path: Path) -> None:
