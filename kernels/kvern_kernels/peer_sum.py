@@ -33,7 +33,7 @@ class PeerSum:
         self.rank, self.ranks, self._memory = rank, len(memory.addresses), memory
         self._table = torch.tensor(memory.addresses, dtype=torch.int64, device=memory.device)
         self._state = torch.zeros(4, dtype=torch.int32, device=memory.device)
-        self._kernels: dict[Variant, Kernel] = {}
+        self._kernels: dict[tuple[int, torch.dtype], tuple[Kernel, int]] = {}
         memory.fill(EMPTY)  # nothing has arrived
 
     def fits(self, width: int, dtype: torch.dtype) -> bool:
@@ -66,20 +66,21 @@ class PeerSum:
         self._launch(x, residual, weight, out, eps)
         return out, residual
 
-    def _kernel(self, width: int, dtype: torch.dtype) -> Kernel:
-        variant = Variant(self.ranks, width, dtype == torch.float16, SLOT_BYTES)
-        found = self._kernels.get(variant)
+    def _kernel(self, width: int, dtype: torch.dtype) -> tuple[Kernel, int]:
+        """The kernel for rows of `width` numbers, and the threads of its blocks."""
+        found = self._kernels.get((width, dtype))
         if found is None:
+            variant = Variant(self.ranks, width, dtype == torch.float16, SLOT_BYTES)
             device = self._memory.device
             with torch.cuda.device(device):
                 capability = "{}{}".format(*torch.cuda.get_device_capability(device))
                 code = compiled(source(), options(variant, capability), folder())
-                found = self._kernels[variant] = Kernel(code, "peer_sum", 0)
+                found = self._kernels[width, dtype] = Kernel(code, "peer_sum", 0), variant.threads
         return found
 
     def _launch(self, x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, eps: float) -> None:
         rows, width = out.shape
-        kernel, threads = self._kernel(width, out.dtype), Variant(self.ranks, width).threads
+        kernel, threads = self._kernel(width, out.dtype)
         parts, part_stride = (x.shape[0], x.stride(0)) if x.dim() == 3 else (0, 0)
         most = SLOT_BYTES // (2 * width)
         for first in range(0, rows, most):
