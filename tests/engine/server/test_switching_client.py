@@ -134,6 +134,26 @@ async def test_an_engine_that_has_not_reported_yet_holds_nothing(folder: str) ->
         pod.close()
 
 
+async def test_a_long_freeze_is_no_stall(folder: str) -> None:
+    """A failing switch may freeze its pod for minutes; a /health of 503 would have it restarted."""
+    pod = Pod(folder, 1)
+
+    def states() -> list[str]:
+        for engine in pod.client._engines:
+            engine.heard, engine.stats = time.monotonic() - 1000, EngineStats(0, heartbeat=time.monotonic() - 1000)
+        return [view.state for view in pod.client.views()]
+
+    try:
+        await pod.begin()
+        assert states() == ["stalled"]
+        await pod.hold(1)
+        await pod.wait(lambda: states() == ["ready"])
+        pod.say(LayoutChanged(1, 1, 1, [pod.ready(0)], {}))
+        await pod.wait(lambda: states() == ["stalled"])
+    finally:
+        pod.close()
+
+
 async def test_the_last_outputs_are_read_before_the_switch_goes_on(folder: str) -> None:
     pod = Pod(folder, 2)
     try:
