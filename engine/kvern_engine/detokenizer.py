@@ -21,7 +21,7 @@ class _Decoding(Protocol):
 
     def token_bytes(self, token_id: int, /) -> bytes: ...
 
-    def text_stream(self, skip_special_tokens: bool = True) -> TextStream: ...
+    def text_stream(self, skip_special_tokens: bool = True, before: Sequence[int] = ()) -> TextStream: ...
 
 
 class IncrementalDetokenizer:
@@ -30,7 +30,8 @@ class IncrementalDetokenizer:
     `stopped` is the stop string that ended the text, None so far; `tokens_used` is the number of tokens appended, up to
     and including the one that completed the stop string. A stop string counts as soon as its last character is there
     (of several that end at the same character, the longest), whatever the tokens are; it is ignored while fewer than
-    `min_tokens` tokens are there. `include_stop` keeps it in the text.
+    `min_tokens` tokens are there. `include_stop` keeps it in the text. `before` are the tokens that the text goes on
+    from (a prompt's), whose own text is not given; none where it is a text of its own, as a chat's answer is.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class IncrementalDetokenizer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        before: Sequence[int] = (),
     ) -> None:
         self.stopped: str | None = None
         self.tokens_used = 0
@@ -52,7 +54,12 @@ class IncrementalDetokenizer:
         if tokenizer.is_byte_level:
             self._decoder = _ByteStream(tokenizer, skip_special_tokens)
         else:
-            self._decoder = tokenizer.text_stream(skip_special_tokens)
+            self._decoder = tokenizer.text_stream(skip_special_tokens, before)
+
+    @property
+    def taken_off(self) -> int:
+        """Bytes of the tokens at the beginning that are no part of the text: the space of its first word."""
+        return self._decoder.taken_off
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is safe to send now. Nothing more comes after a stop string."""
@@ -135,6 +142,8 @@ class _StopMatcher:
 
 class _ByteStream:
     """For byte-level vocabularies: the text is the bytes of the tokens, decoded as UTF-8 arrives."""
+
+    taken_off = 0
 
     def __init__(self, tokenizer: _Decoding, skip_special_tokens: bool) -> None:
         self._bytes_of = tokenizer.token_bytes

@@ -15,7 +15,8 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """A request, tokenized and validated. `client` is the API server that gets the outputs.
 
     `arrival` is `time.monotonic()` at the API server (one clock for all processes of a pod). Lower `priority` runs
-    first. `cache_salt` separates prefix caches between tenants.
+    first. `cache_salt` separates prefix caches between tenants. `eos_token_ids` are EOS ids that the tokenizer names,
+    beside those of the model's configuration, which the core knows.
     """
 
     request_id: str
@@ -25,6 +26,7 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag=True):
     arrival: float
     priority: int = 0
     cache_salt: str = ""
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag=True):

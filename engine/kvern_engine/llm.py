@@ -186,7 +186,7 @@ class LLM:
     def _chat_prompt(self, messages: list[Message], add_generation_prompt: bool, args: dict[str, Any]) -> Prompt:
         tokenizer = self.get_tokenizer()
         text = tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, **args)
-        return Prompt(text, tokenizer.encode(text, add_special_tokens=False))
+        return Prompt(text, tokenizer.encode(text, add_special_tokens=False), is_chat=True)
 
     def _jobs(self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Job]:
         """Tokenize and check everything before anything runs."""
@@ -205,7 +205,7 @@ class LLM:
             if p.bad_words:
                 p = replace(p, bad_words_token_ids=bad_word_ids(self.get_tokenizer(), p.bad_words))
             tokenizer = self.get_tokenizer() if p.detokenize else None
-            jobs.append(Job(i, str(next(self._ids)), prompt.text, ids, p, tokenizer))
+            jobs.append(Job(i, str(next(self._ids)), prompt.text, ids, p, tokenizer, prompt.is_chat))
         return jobs
 
     def _steps(self, jobs: list[Job]) -> Iterator[list[Job]]:
@@ -215,7 +215,8 @@ class LLM:
         core = self.core
         try:
             for job in jobs:
-                core.add_request(AddRequest(job.request_id, 0, job.prompt_token_ids, job.params, now))
+                ids, eos = job.prompt_token_ids, job.eos_token_ids
+                core.add_request(AddRequest(job.request_id, 0, ids, job.params, now, eos_token_ids=eos))
             while open_jobs:
                 ended = []
                 stopped: list[tuple[str, int]] = []

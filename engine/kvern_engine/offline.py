@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Text, token ids, or both (then the ids are what is computed)."""
+    """Text, token ids, or both (then the ids are what is computed). `is_chat`: the answer is a text of its own, which
+    does not go on from the prompt's."""
 
     text: str | None
     token_ids: list[int] | None
+    is_chat: bool = False
 
 
 def _is_ids(value: Any) -> bool:
@@ -110,11 +112,14 @@ class Job:
         prompt_token_ids: list[int],
         params: SamplingParams,
         tokenizer: "Tokenizer | None",
+        is_chat: bool = False,
     ) -> None:
         self.index, self.request_id = index, request_id
         self.prompt, self.prompt_token_ids, self.params = prompt, prompt_token_ids, params
         self.stopped: list[tuple[str, int]] = []  # choices at a stop string: the engine must be told
         self._tokenizer = tokenizer
+        self.eos_token_ids: tuple[int, ...] = () if tokenizer is None else tokenizer.eos_token_ids
+        self._before: Sequence[int] = () if is_chat else prompt_token_ids
         self._watch_text = tokenizer is not None and bool(params.stop)
         self._choices = [_Choice(self._detokenizer()) for _ in range(params.n)]
         self._left = params.n
@@ -127,7 +132,7 @@ class Job:
             return None
         p = self.params
         return IncrementalDetokenizer(
-            self._tokenizer, p.stop, p.include_stop_str_in_output, p.skip_special_tokens, p.min_tokens
+            self._tokenizer, p.stop, p.include_stop_str_in_output, p.skip_special_tokens, p.min_tokens, self._before
         )
 
     @property

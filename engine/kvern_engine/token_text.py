@@ -17,7 +17,10 @@ DecodeAll = Callable[[list[int]], str]
 
 
 class TextStream(Protocol):
-    """Text of a growing list of tokens."""
+    """Text of a growing list of tokens. `taken_off`: bytes that the first of them have lost, as a text begins with no
+    space."""
+
+    taken_off: int
 
     def push(self, tokens: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is certain now."""
@@ -94,6 +97,7 @@ class _PieceStream:
         self._text_of, self._skip = text_of, skip
         self._replaced, self._byte_fallback = replaced, byte_fallback
         self._strip, self._to_strip = stripped
+        self.taken_off = 0
         self._bytes = bytearray()  # of a character that is not complete
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -123,6 +127,7 @@ class _PieceStream:
                 break
             text = text[1:]
             self._to_strip -= 1
+            self.taken_off += len(self._strip.encode())
         return text
 
     def _broken(self) -> str:
@@ -174,6 +179,7 @@ class _WordStream:
     """WordPiece: a space before every token but the first and those that go on with a word (`prefix`). Without a prefix
     that is what the library does where a tokenizer has no decoder."""
 
+    taken_off = 0
     _CLEANED = (
         (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
         (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
@@ -209,12 +215,14 @@ class _MetaspaceStream:
     def __init__(self, text_of: TextOf, skip: frozenset[int], mark: str, strips: bool) -> None:
         self._text_of, self._skip = text_of, skip
         self._mark, self._strip_next = mark, strips
+        self.taken_off = 0
 
     def push(self, tokens: Sequence[int]) -> str:
         pieces = []
         for token in tokens:
             text = None if token in self._skip else self._text_of(token)
             if text is not None:
+                self.taken_off += text.count(self._mark) if self._strip_next else 0
                 pieces.append(text.replace(self._mark, "" if self._strip_next else " "))
                 self._strip_next = False
         return "".join(pieces)
@@ -226,6 +234,8 @@ class _MetaspaceStream:
 class _WindowStream:
     """For a decoder whose rules are not known here: decodes a short window of tokens with and without the new ones; the
     difference is new. The whole may differ from decoding at once where a token's text depends on distant ones."""
+
+    taken_off = 0
 
     def __init__(self, decode: DecodeAll, skip: frozenset[int]) -> None:
         self._decode, self._skip = decode, skip

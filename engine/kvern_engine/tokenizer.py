@@ -4,7 +4,7 @@
 Decoding a stream token by token is `detokenizer.py`'s task.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,12 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token. Ids may lie far apart: only those that have a token are looked at."""
+        ids = self.backend.get_vocab(with_added_tokens=True).values()
+        return max((len(self.token_bytes(index)) for index in ids), default=1) or 1
+
+    @cached_property
     def is_byte_level(self) -> bool:
         """True where each token stands for fixed bytes, so that a text is the bytes of its tokens in a row."""
         return [step.get("type") for step in decoder_steps(self.backend.decoder)] == ["ByteLevel"]
@@ -95,9 +101,17 @@ class Tokenizer:
         stream = self.text_stream(skip_special_tokens)
         return stream.push(ids) + stream.flush()
 
-    def text_stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """A decoder of tokens that come one after the other, for vocabularies that are not byte-level."""
-        return self._make_stream(self.special_token_ids if skip_special_tokens else frozenset())
+    def text_stream(self, skip_special_tokens: bool = True, before: Sequence[int] = ()) -> TextStream:
+        """A decoder of tokens that come one after the other, for vocabularies that are not byte-level. `before` are
+        the tokens in front of them: where they have a text, the first of those that come does not begin one, and
+        keeps the space that a text's first token loses."""
+        stream = self._make_stream(self.special_token_ids if skip_special_tokens else frozenset())
+        for token in before:
+            if stream.push((token,)):
+                break
+        stream.flush()
+        stream.taken_off = 0
+        return stream
 
     @cached_property
     def _make_stream(self) -> MakeStream:

@@ -73,7 +73,8 @@ class Request:
         self.params = message.params
         self.prompt = message.prompt_token_ids
         self.key = key
-        self.eos = frozenset() if self.params.ignore_eos else eos_token_ids
+        eos = eos_token_ids.union(message.eos_token_ids) if message.eos_token_ids else eos_token_ids
+        self.eos = frozenset() if self.params.ignore_eos else eos
         self.stops = self.eos | frozenset(self.params.stop_token_ids)
         self.root = root_digest(message.cache_salt)
         self.choices: list[Sequence] = []

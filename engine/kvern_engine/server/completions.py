@@ -9,7 +9,16 @@ from kvern_engine.server.asgi import encode_json
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.generate import Plan
 from kvern_engine.server.generation import Piece, Session, Usage
-from kvern_engine.server.logprobs import CompletionLogprobs, Label, PromptLogprobs, joined, label, numbered, slices
+from kvern_engine.server.logprobs import (
+    CompletionLogprobs,
+    Label,
+    PromptLogprobs,
+    joined,
+    label,
+    numbered,
+    put_in_front,
+    slices,
+)
 from kvern_engine.server.protocol import CompletionRequest
 from kvern_engine.server.sampling import (
     asked_max_tokens,
@@ -118,7 +127,7 @@ class CompletionRenderer:
         self._tokenizer, self._name_of, self._top_logprobs = tokenizer, name_of, top_logprobs
         self._prompt_ids = prompt_ids
         self._tokens: list[list[int]] = [[] for _ in range(num_choices)]
-        self._echoed: dict[int, tuple[dict[str, Any], int]] = {}  # prompt -> its logprobs, and the characters of it
+        self._echoed: dict[int, tuple[dict[str, Any], int]] = {}  # prompt -> its logprobs, and its characters
         self._prompt_logprobs: list[PromptLogprobs] | None = None
         if prompt_logprobs is not None:
             self._prompt_logprobs = [PromptLogprobs(tokenizer, prompt_logprobs) for _ in range(num_choices // n)]
@@ -141,12 +150,14 @@ class CompletionRenderer:
                 yield
         if self._echo is not None and self._top_logprobs is not None:
             # An echoed prompt is shown with its special tokens.
-            logprobs = CompletionLogprobs(self._tokenizer, self._top_logprobs, False, self._name_of)
-            parts = [logprobs.first_token(self._echo.ids[prompt][0])]
+            ids, text = self._echo.ids[prompt], self._echo.texts[prompt]
+            before = put_in_front(self._tokenizer, ids, text)
+            logprobs = CompletionLogprobs(self._tokenizer, self._top_logprobs, False, self._name_of, -before)
+            parts = [logprobs.first_token(ids[0])]
             for part in slices(entries):
                 parts.append(logprobs.of(part))
                 yield
-            self._echoed[prompt] = joined(parts), logprobs.offset
+            self._echoed[prompt] = joined(parts), len(text)
 
     def _shown(self, piece: Piece) -> tuple[str, dict[str, Any] | None]:
         """Text and logprobs of a piece, the prompt before the first one where it is echoed."""

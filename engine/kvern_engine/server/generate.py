@@ -51,6 +51,8 @@ class GenerateEndpoint(Generic[Q]):
             _check_prompt_tokens(prompts, state.config.max_prompt_tokens)
             slot.resize(len(prompts))
             reader, _ = state.loaded()
+            # A completion, and a message that is continued, goes on from the prompt's text: spaces count there.
+            continues = isinstance(request, CompletionRequest) or bool(request.continue_final_message)
             session = Session(
                 state.client,
                 reader.tokenizer,
@@ -63,11 +65,13 @@ class GenerateEndpoint(Generic[Q]):
                         arrival=context.start,
                         priority=request.priority or 0,
                         cache_salt=request.cache_salt or "",
+                        eos_token_ids=reader.tokenizer.eos_token_ids,
                     )
                     for i, (ids, params) in enumerate(prompts)
                 ],
                 renderer.take_prompt_logprobs,
                 keep_tokens=bool(request.return_token_ids),
+                continues=continues,
             )
             await run_session(session, renderer, bool(request.stream), context, receive, send)
 

@@ -53,13 +53,25 @@ class Choice:
         "stop_reason",
     )
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, index: int, keep_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        index: int,
+        keep_tokens: bool = False,
+        before: Sequence[int] = (),
+    ) -> None:
         self.index = index
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_tokens = 0
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, params.min_tokens
+            tokenizer,
+            params.stop,
+            params.include_stop_str_in_output,
+            params.skip_special_tokens,
+            params.min_tokens,
+            before,
         )
         self._include_stop = params.include_stop_str_in_output
         self._aligner = Aligner(tokenizer, params.skip_special_tokens) if params.logprobs is not None else None
@@ -92,7 +104,7 @@ class Choice:
 
     def _align(self, aligner: Aligner, entries: Sequence[TokenLogprobs], text: str) -> None:
         aligner.add(entries)
-        self._logprobs += aligner.sent(text)
+        self._logprobs += aligner.sent(text, self._detokenizer.taken_off)
         if self.finish_reason is not None:
             cut = self._detokenizer.stopped is not None and not self._include_stop
             self._logprobs += aligner.rest(cut)
@@ -128,7 +140,7 @@ class Session:
     """All prompts of one HTTP request in the engines. Read `next` until `done`, then `release` in any case.
 
     `take_prompt_logprobs(prompt, entries)` gets those of a prompt before the first piece of its choices, and yields now
-    and then to let others run. `keep_tokens`: pieces carry token ids.
+    and then to let others run. `keep_tokens`: pieces carry token ids. `continues`: the text goes on from the prompt's.
     """
 
     def __init__(
@@ -138,6 +150,7 @@ class Session:
         prompts: Sequence[AddRequest],
         take_prompt_logprobs: TakePromptLogprobs,
         keep_tokens: bool = False,
+        continues: bool = False,
     ) -> None:
         self._client = client
         self._take_prompt_logprobs = take_prompt_logprobs
@@ -146,7 +159,10 @@ class Session:
         self._requests: list[EngineRequest] = []
         n = prompts[0].params.n
         self.choices = [
-            [Choice(tokenizer, prompt.params, p * n + i, keep_tokens) for i in range(n)]
+            [
+                Choice(tokenizer, prompt.params, p * n + i, keep_tokens, prompt.prompt_token_ids if continues else ())
+                for i in range(n)
+            ]
             for p, prompt in enumerate(prompts)
         ]
         self._left = [n] * len(prompts)

@@ -98,7 +98,7 @@ class CompletionLogprobs:
     ) -> None:
         self._names, self._top, self._name_of = names, top, name_of
         self._skipped = names.special_token_ids if skip_special_tokens else frozenset()
-        self.offset = offset  # characters of text so far
+        self.offset = offset  # characters of text so far; below 0 for what stands in front of it
 
     def first_token(self, token_id: int) -> dict[str, Any]:
         """The first token of an echoed prompt: nothing comes before it, so it has no logprob."""
@@ -127,9 +127,26 @@ class CompletionLogprobs:
         """The character where this token's text begins."""
         offset = self.offset
         if token_id not in self._skipped:
-            # A character counts where its first byte stands.
-            self.offset += sum(byte & 0xC0 != 0x80 for byte in self._names.token_bytes(token_id))
-        return offset
+            self.offset += characters(self._names.token_bytes(token_id))
+        return max(offset, 0)
+
+
+def characters(raw: bytes) -> int:
+    """How many begin in these bytes: a character counts where its first byte stands."""
+    return sum(byte & 0xC0 != 0x80 for byte in raw)
+
+
+def put_in_front(names: TokenNames, tokens: Sequence[int], text: str) -> int:
+    """How many characters the first of a prompt's tokens have that are not in its `text`: a tokenizer puts a token in
+    front (BOS), or a space."""
+    count = 0
+    for token in tokens:
+        raw = names.token_bytes(token)
+        if token in names.special_token_ids and not text.startswith(raw.decode("utf-8", "replace")):
+            count += characters(raw)
+            continue
+        return count + (raw.startswith(b" ") and not text.startswith(" "))
+    return count
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -147,6 +164,7 @@ class Aligner:
         self._waiting: deque[tuple[int, TokenLogprobs]] = deque()  # first byte after the token, entry
         self._bytes = 0
         self._sent = 0
+        self._taken_off = 0
 
     def add(self, entries: Sequence[TokenLogprobs]) -> None:
         for entry in entries:
@@ -154,9 +172,11 @@ class Aligner:
                 self._bytes += len(self._names.token_bytes(entry.token_id))
             self._waiting.append((self._bytes, entry))
 
-    def sent(self, text: str) -> list[TokenLogprobs]:
-        """The entries whose text is complete now that `text` is sent as well."""
-        self._sent += len(text.encode("utf-8"))
+    def sent(self, text: str, taken_off: int = 0) -> list[TokenLogprobs]:
+        """The entries whose text is complete now that `text` is sent as well; `taken_off` bytes of the first tokens
+        never are."""
+        self._sent += len(text.encode("utf-8")) + taken_off - self._taken_off
+        self._taken_off = taken_off
         ready = []
         while self._waiting and self._waiting[0][0] <= self._sent:
             ready.append(self._waiting.popleft()[1])

@@ -6,6 +6,7 @@ from core_harness import Engine, expected
 from kvern_engine.core.limits import SchedulerConfig
 from kvern_engine.core.plan import StepResult
 from kvern_engine.core.sequence import choice_seed
+from kvern_engine.ipc import AddRequest
 from kvern_engine.request import SamplingParams
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -166,6 +167,21 @@ def test_eos_ends_a_choice_and_its_overrun_is_dropped(depth: int) -> None:
     assert (last.token_ids, last.finish_reason, last.stop_reason) == ([eos], "stop", None)
     assert len(engine.plans) == 4 + (depth - 1)
     assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def test_a_request_may_bring_further_eos_ids() -> None:
+    probe = Engine()
+    probe.add("a", 6, max_tokens=9, seed=1)
+    eos = find_stop(probe, "a", 3)
+    engine = Engine(eos=(10**6,))
+    prompt = probe.messages["a"].prompt_token_ids
+    for name, ignore in (("a", False), ("b", True)):
+        params = SamplingParams(max_tokens=9, seed=1, ignore_eos=ignore)
+        engine.core.add_request(AddRequest(name, 0, prompt, params, 0.0, eos_token_ids=(eos,)))
+    engine.run()
+    last = engine.outputs["a"][-1]
+    assert (last.token_ids, last.finish_reason, last.stop_reason) == ([eos], "stop", None)
+    assert engine.outputs["b"][-1].finish_reason == "length"
 
 
 def test_stop_token_names_itself_and_ignore_eos_goes_on() -> None:

@@ -87,6 +87,20 @@ def test_any_ids_in_any_chunks(name: str) -> None:
             assert whole == tokenizer.backend.decode(known, skip_special_tokens=skip), (ids, skip)
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_any_answer_behind_any_prompt(name: str) -> None:
+    """Together they are what decoding both at once gives: only the beginning of a text loses its space."""
+    tokenizer, rng = MADE[name], random.Random(name)
+    for _ in range(COUNT):
+        prompt, answer, skip = random_ids(rng), random_ids(rng), rng.random() < 0.5
+        before = tokenizer.decode(prompt, skip)
+        if before.endswith("\ufffd"):
+            continue  # the answer might go on with a character of the prompt's
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, before=prompt)
+        text = detokenizer.append(answer) + detokenizer.finish()
+        assert before + text == tokenizer.decode(prompt + answer, skip), (prompt, answer, skip)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 def test_every_split_of_bytes_into_characters(name: str) -> None:
     """At each token exactly the characters that are complete are there."""

@@ -1,5 +1,6 @@
 """The offline API on tiny-kjv (real weights, CPU) and on the simulated device."""
 
+import json
 import os
 from pathlib import Path
 
@@ -38,6 +39,23 @@ def test_a_batch_comes_back_in_order_each_with_its_own_parameters(llm, capsys):
     alone = [llm.generate(p, q, use_tqdm=False)[0] for p, q in zip(prompts, params, strict=True)]
     assert [r.outputs[0].token_ids for r in together] == [r.outputs[0].token_ids for r in alone]
     assert "4/4" in capsys.readouterr().err
+
+
+def test_the_eos_that_the_tokenizer_names_ends_an_answer(tmp_path):
+    """As in many models that were tuned for chats, whose config.json still has the EOS of what they were made from."""
+    for file in Path(TINY).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    word, eos = next((t, i) for t, i in vocabulary.items() if t.isascii() and t.isalpha() and len(t) > 2)
+    names = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"eos_token": word}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    with LLM(str(tmp_path), device="cpu", max_model_len=256, kv_cache_memory_bytes=1 << 22) as tuned:
+        assert tuned.model_config.eos_token_ids == (0,) and tuned.get_tokenizer().eos_token_ids == (0, eos)
+        for ignore, length, reason in ((False, 1, "stop"), (True, 5, "length")):
+            params = SamplingParams(max_tokens=5, logit_bias={eos: 100.0}, ignore_eos=ignore)
+            (answer,) = tuned.generate("The", params, use_tqdm=False)[0].outputs
+            assert (len(answer.token_ids), answer.finish_reason, answer.stop_reason) == (length, reason, None)
+        assert answer.text == word * 5
 
 
 def test_stop_strings_cut_text_and_tokens(llm):
