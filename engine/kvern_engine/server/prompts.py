@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from typing import Any, TypeVar
 
 from kvern_engine.prompt_rules import bad_word_ids
@@ -20,6 +19,9 @@ _LONG_MESSAGES = 512
 # A text is tokenized up to this many bytes, or bytes a token of the context where that is more: it takes a second.
 _MOST_BYTES = 2 << 20
 _MOST_BYTES_A_TOKEN = 16
+
+# Where a message that is continued ends: its own text may stand in the template's text behind it, too.
+_MARK = "[kvern: the message goes on here] "
 
 R = TypeVar("R")
 Cut = Callable[[list[int]], list[int]]
@@ -40,11 +42,6 @@ class PromptReader:
         self._variables = tokenizer.template_variables
         self._knows_developer = template is not None and "developer" in template
 
-    @cached_property
-    def longest_token(self) -> int:
-        """Bytes of the longest token: a text of b bytes has at least b / longest_token tokens."""
-        return max((len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size)), default=1) or 1
-
     def close(self) -> None:
         for pool in (self._pool, self._long_pool):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -61,7 +58,7 @@ class PromptReader:
         or, unless `count_only`, cannot fit `capacity` tokens."""
         if len(text) > capacity:
             size = await self._bytes_of(text)
-            least = size // self.longest_token
+            least = size // self.tokenizer.longest_token
             if least >= capacity and not count_only:
                 raise context_length_exceeded(capacity, least, 0, chat=chat, at_least=True)
             most = max(_MOST_BYTES, _MOST_BYTES_A_TOKEN * capacity)
@@ -163,6 +160,9 @@ class PromptReader:
             if checked[-1]["role"] != "assistant" or not checked[-1]["content"]:
                 text = "continue_final_message needs the last message to be an assistant's with content."
                 raise ApiError(text, param="continue_final_message")
+        final = checked[-1]["content"]
+        if continue_final:
+            checked[-1]["content"] = final + _MARK
         try:
             rendered = self.tokenizer.render_chat(checked, add_generation_prompt=generation_prompt, **extra)
         except ChatTemplateError as e:
@@ -170,7 +170,7 @@ class PromptReader:
             hint = "; the limit is template_timeout_seconds" if late else ""
             code = "template_timeout" if late else None
             raise ApiError(f"{e}".rstrip(".") + f"{hint}.", param="messages", code=code) from None
-        return _cut_after(rendered, checked[-1]["content"]) if continue_final else rendered
+        return _cut_at_mark(rendered, final) if continue_final else rendered
 
     async def chat_ids(
         self,
@@ -211,18 +211,19 @@ def _is_long(messages: list[dict[str, Any]]) -> bool:
     return chars > _LONG_CHARS
 
 
-def _cut_after(rendered: str, content: str) -> str:
-    """The prompt up to the end of its last message's content, so that the answer goes on from there."""
-    final = content.strip()
-    at = rendered.rfind(final)
-    if at < 0:
+def _cut_at_mark(rendered: str, content: str) -> str:
+    """The prompt up to the mark behind its last message's content, so that the answer goes on from there. A template
+    that trims messages takes the mark's space away: then it would have taken those at the content's end."""
+    at = rendered.rfind(_MARK.rstrip())
+    prompt = rendered[: max(at, 0)]
+    if not rendered.startswith(_MARK, at):
+        prompt = prompt.rstrip()
+    if at < 0 or not prompt.rstrip().endswith(content.strip()):
         raise ApiError(
             "continue_final_message: the chat template changes the last message, so it cannot be continued.",
             param="continue_final_message",
         )
-    end = at + len(final)
-    trailing = content[len(content.rstrip()) :]
-    return rendered[:end] + (trailing if rendered.startswith(trailing, end) else "")
+    return prompt
 
 
 def split_prompts(prompt: Any, most: int) -> list[Any]:

@@ -57,6 +57,31 @@ def test_continue_final_message(live: Setup, http: httpx.Client, tokenizer: Toke
     assert tokenizer.decode(live.cores[0].requests[0].prompt_token_ids) == "[user] hi\n[assistant] In the"
 
 
+@pytest.mark.parametrize("content", ["e", "im_end", "In the ", "user", "hi"])
+@pytest.mark.parametrize("filtered", ["m.content", "m.content | trim"])
+def test_what_is_continued_may_stand_in_the_template_too(
+    setup: Setup, tokenizer: Tokenizer, content: str, filtered: str
+) -> None:
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ " + filtered + " }}<|im_end|>\n{% endfor %}"
+    core, server = setup.core(), setup.server(chat_template=template)
+    server.wait_for(200)
+    fields = {"messages": [*HI, {"role": "assistant", "content": content}], "continue_final_message": True}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=fields | {"max_tokens": 1}).status_code == 200
+    prompt = tokenizer.decode(core.requests[0].prompt_token_ids, skip_special_tokens=False)
+    shown = content.strip() if "trim" in filtered else content
+    assert prompt == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{shown}"
+
+
+def test_a_message_that_the_template_changes_cannot_be_continued(setup: Setup) -> None:
+    setup.core()
+    server = setup.server(chat_template="{% for m in messages %}{{ m.content | upper }}\n{% endfor %}")
+    server.wait_for(200)
+    fields = {"messages": [*HI, {"role": "assistant", "content": "In the"}], "continue_final_message": True}
+    error = httpx.post(f"{server.url}/v1/chat/completions", json=fields).json()["error"]
+    assert "the chat template changes the last message" in error["message"]
+    assert error["param"] == "continue_final_message"
+
+
 def test_template_variables(live: Setup, http: httpx.Client, tokenizer: Tokenizer) -> None:
     fields = {"chat_template_kwargs": {"style": "terse", "enable_thinking": False}, "add_generation_prompt": False}
     assert ask(http, **fields).status_code == 200
@@ -109,6 +134,7 @@ def test_every_parameter_reaches_the_core(live: Setup, http: httpx.Client) -> No
     assert (params.max_tokens, params.logprobs, params.stop_token_ids) == (4, 3, (5,))
     assert params.logit_bias == {9: -100.0, 10: 1.5} and params.stop == ("x" * 30,)
     assert (request.priority, request.cache_salt, request.client) == (-3, "tenant", 0)
+    assert request.eos_token_ids == (0,)  # those that the tokenizer names: config.json may lack them
     assert [c["finish_reason"] for c in response.json()["choices"]] == ["length", "length"]
 
 
