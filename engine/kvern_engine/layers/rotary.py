@@ -59,7 +59,7 @@ def frequencies(dim: int, theta: float, scaling: Scaling | None, longest: int) -
 
     `longest` is the longest sequence there will be: the scalings that depend on a sequence's length take it for all of
     them, so that what the cache holds is right for whoever reads it. Raises ValueError for a type of scaling that is
-    not known, or a field that it lacks.
+    not known, a field that it lacks, or numbers that make no sense together.
     """
     kind = "default" if scaling is None else str(scaling.get("rope_type", "default"))
     if scaling is None or kind == "default":
@@ -67,7 +67,13 @@ def frequencies(dim: int, theta: float, scaling: Scaling | None, longest: int) -
     if kind not in _SCALINGS:
         known = ", ".join(("default", *_SCALINGS))
         raise ValueError(f"rope_scaling.rope_type {kind!r} is not supported; supported: {known}")
-    return _SCALINGS[kind](dim, theta, scaling, longest)
+    try:
+        freqs, magnitude = _SCALINGS[kind](dim, theta, scaling, longest)
+    except ArithmeticError:
+        freqs, magnitude = torch.tensor(math.inf), math.inf
+    if not (freqs.isfinite().all() and math.isfinite(magnitude)):
+        raise ValueError(f"rope_theta {theta:g} and the fields of rope_scaling ({kind}) give no finite frequencies")
+    return freqs, magnitude
 
 
 def _plain(dim: int, theta: float) -> Tensor:

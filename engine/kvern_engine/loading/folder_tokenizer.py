@@ -2,16 +2,19 @@
 `vocab.json` with `merges.txt`, and what `tokenizer_config.json` adds to them.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from kvern_engine.loading.bpe_splitters import SPLITTERS
-from kvern_engine.loading.fields import read_json
+from kvern_engine.loading.fields import read_json, shown
 from kvern_engine.loading.sentencepiece import TokenizerError, build_sentencepiece, call_library, read_model_file
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ID_DIGITS = 10
+_TOKEN_FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 _MOST_BYTES = 64 << 20  # of a vocabulary; the largest have 5 MB in these formats
 
 # Names of splitters (`bpe_splitters.py`) by the class in tokenizer_config.json, or by the model's type without one.
@@ -126,12 +129,8 @@ class TokenizerFolder:
         for text, index in self._json("added_tokens.json").items():
             if isinstance(index, int):
                 wanted[index] = AddedToken(text, special=text in self.special_tokens.values(), normalized=False)
-        for number, entry in (self.config.get("added_tokens_decoder") or {}).items():
-            if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or not number.isdigit():
-                raise TokenizerError(f"{self.path}: added_tokens_decoder must map ids to objects with content")
-            flags = {key: entry[key] for key in ("lstrip", "rstrip", "normalized", "single_word") if key in entry}
-            special = entry.get("special") is True
-            wanted[int(number)] = AddedToken(entry["content"], special=special, **flags)
+        for number, token in self._decoder_entries():
+            wanted[number] = token
         for index, token in sorted(wanted.items()):
             backend.add_tokens([token])
             got = backend.token_to_id(token.content)
@@ -142,6 +141,23 @@ class TokenizerFolder:
                 )
         known = [text for text in self.special_tokens.values() if backend.token_to_id(text) is not None]
         backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in known])
+
+    def _decoder_entries(self) -> Iterator[tuple[int, AddedToken]]:
+        """Id and token of each entry of `added_tokens_decoder`."""
+        entries = self.config.get("added_tokens_decoder") or {}
+        if not isinstance(entries, dict):
+            raise TokenizerError(f"{self.path}: added_tokens_decoder must map ids to objects, got {shown(entries)}")
+        for number, entry in entries.items():
+            where = f"{self.path}: added_tokens_decoder.{number[:_ID_DIGITS]}"
+            if not (number.isascii() and number.isdecimal() and len(number) <= _ID_DIGITS):
+                raise TokenizerError(f"{where} must be a token id")
+            if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+                raise TokenizerError(f"{where} must be an object with content, got {shown(entry)}")
+            given = {key: entry[key] for key in _TOKEN_FLAGS if entry.get(key) is not None}
+            for key, value in given.items():
+                if not isinstance(value, bool):
+                    raise TokenizerError(f"{where}.{key} must be true or false, got {shown(value)}")
+            yield int(number), AddedToken(entry["content"], **given)
 
     def _put_around(self, backend: Tokenizer, *, bos: bool, eos: bool) -> None:
         """Tokens before and behind a text, as tokenizer_config.json says or else as the class does."""

@@ -243,7 +243,12 @@ def _rope_scaling(file: GGUFFile, fields: Fields, head_dim: int) -> dict[str, An
         return _llama3_scaling(file, fields, head_dim)
     if "rope_factors_long.weight" in file.tensors:
         return _longrope(file, fields, head_dim)
-    kind = fields.content.get("rope.scaling.type", "none")
+    # Files of before November 2023 have the factor of a linear scaling alone, under either name.
+    old = "rope.scaling.factor" if fields.content.get("rope.scaling.factor") is not None else "rope.scale_linear"
+    kind = fields.content.get("rope.scaling.type")
+    if kind is None:
+        factor = _short_float(fields.number(old, 1.0))
+        return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if kind in ("none", "longrope"):  # of longrope without factors nothing is left
         return None
     if kind not in ("linear", "yarn"):
@@ -287,12 +292,14 @@ def _llama3_scaling(file: GGUFFile, fields: Fields, head_dim: int) -> dict[str, 
             f"{list(info.shape)} of {info.type_name}"
         )
     stored = file.dequantize("rope_freqs.weight").tolist()
+    if not all(math.isfinite(divisor) and divisor > 0 for divisor in stored):
+        raise ModelConfigError(f"{file.path}: tensor 'rope_freqs.weight' must hold finite numbers above 0")
     base, factor = fields.number("rope.freq_base", 10000.0), max(stored)
     low, high, original = 1.0, 4.0, 8192
     for index, divisor in enumerate(stored):
         turns = original / (2 * math.pi * base ** (2 * index / head_dim))  # of this frequency in the original context
         blend = min(max((turns - low) / (high - low), 0.0), 1.0)
-        if not factor or not math.isclose(1 / ((1 - blend) / factor + blend), divisor, rel_tol=1e-4):
+        if not math.isclose(1 / ((1 - blend) / factor + blend), divisor, rel_tol=1e-4):
             raise ModelConfigError(
                 f"{file.path}: rope_freqs.weight holds frequency factors of an unknown rule (entry {index} is "
                 f"{divisor}); Llama 3.1's rule is supported"

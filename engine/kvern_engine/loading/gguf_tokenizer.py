@@ -50,7 +50,7 @@ class _Metadata:
             raise TokenizerError(f"{self.path}: tokenizer.ggml.tokens is missing; {_HELP}")
         seen: dict[str, int] = {}
         for index, token in enumerate(self.tokens):
-            if seen.setdefault(token, index) != index:
+            if seen.setdefault(token, index) != index and token:  # empty ones, of padding, may be many
                 raise TokenizerError(
                     f"{self.path}: tokenizer.ggml.tokens holds {token!r} twice, as {seen[token]} and {index}"
                 )

@@ -197,19 +197,21 @@ def read_model_file(data: bytes, place: str) -> Pieces:
     try:
         for number, value in _fields(data):
             if number == 1:
-                piece = dict(_fields(value))
-                texts.append(bytes(piece.get(1, b"")).decode("utf-8"))
+                piece = _message(value)
+                texts.append(_bytes(piece.get(1, b"")).decode("utf-8"))
                 scores.append(_float(piece.get(2, b"\0\0\0\0")))
-                kinds.append(int(piece.get(3, NORMAL)))
+                kinds.append(_number(piece.get(3, NORMAL)))
             elif number == 2:
-                trainer = dict(_fields(value))
+                trainer = _message(value)
             elif number == 3:
-                normalizer = dict(_fields(value))
-    except (ValueError, TypeError, IndexError) as error:
+                normalizer = _message(value)
+        kind = _number(trainer.get(3, _UNIGRAM))
+        unknown = kinds.index(UNKNOWN) if UNKNOWN in kinds else _number(trainer.get(40, 0))
+        charsmap = _bytes(normalizer.get(2, b""))
+    except ValueError as error:
         raise TokenizerError(f"{place}: not a SentencePiece model: {error}") from error
     if not texts:
         raise TokenizerError(f"{place}: not a SentencePiece model: it holds no pieces")
-    kind = trainer.get(3, _UNIGRAM)
     if kind not in (_UNIGRAM, _BPE):
         raise TokenizerError(f"{place}: model_type {kind} is not supported; supported: 1 (unigram) and 2 (BPE)")
     if trainer.get(24, 0):
@@ -219,16 +221,36 @@ def read_model_file(data: bytes, place: str) -> Pieces:
         scores,
         kinds,
         unigram=kind == _UNIGRAM,
-        unknown=kinds.index(UNKNOWN) if UNKNOWN in kinds else int(trainer.get(40, 0)),
-        charsmap=bytes(normalizer.get(2, b"")),
+        unknown=unknown,
+        charsmap=charsmap,
         dummy_prefix=bool(normalizer.get(3, 1)),
         remove_extra_whitespaces=bool(normalizer.get(4, 1)),
         escape_whitespaces=bool(normalizer.get(5, 1)),
     )
 
 
-def _float(raw: Any) -> float:
+def _float(value: Any) -> float:
+    raw = _bytes(value)
+    if len(raw) != 4:
+        raise ValueError(f"a score has {len(raw):,} bytes instead of 4")
     return float(struct.unpack("<f", raw)[0])
+
+
+def _bytes(value: Any) -> bytes:
+    """Of a field that must be bytes: of a number, `bytes` would make so many zeros."""
+    if isinstance(value, int):
+        raise ValueError(f"a field that must be bytes is the number {value:,}")
+    return bytes(value)
+
+
+def _number(value: Any) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"a field that must be a number has {len(value):,} bytes")
+    return value
+
+
+def _message(value: Any) -> dict[int, Any]:
+    return dict(_fields(_bytes(value)))
 
 
 def _fields(data: Any) -> Iterator[tuple[int, Any]]:

@@ -273,6 +273,11 @@ def test_gguf_rope_scaling(write_gguf: Callable[..., Path]) -> None:
     }
     linear = write_gguf(embedding, llama__rope__scaling__type="linear", llama__rope__scaling__factor=2.0)
     assert gguf_config(linear).rope_scaling == {"rope_type": "linear", "factor": 2.0}
+    for old in ("llama__rope__scaling__factor", "llama__rope__scale_linear"):  # as llama.cpp reads old files
+        assert gguf_config(write_gguf(embedding, **{old: 4.0})).rope_scaling == {"rope_type": "linear", "factor": 4.0}
+        assert gguf_config(write_gguf(embedding, **{old: 1.0})).rope_scaling is None
+    none = write_gguf(embedding, llama__rope__scaling__type="none", llama__rope__scaling__factor=4.0)
+    assert gguf_config(none).rope_scaling is None
     yarn = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
     assert gguf_config(
         write_gguf(embedding, llama__rope__scaling__original_context_length=64, **yarn)
@@ -284,6 +289,10 @@ def test_gguf_rope_scaling(write_gguf: Callable[..., Path]) -> None:
     factors[5] *= 1.5
     with pytest.raises(ModelConfigError, match="frequency factors of an unknown rule"):
         gguf_config(write_gguf({**embedding, "rope_freqs.weight": factors}))
+    for odd in (np.inf, np.nan, 0.0, -1.0):
+        factors[5] = odd
+        with pytest.raises(ModelConfigError, match=r"tensor 'rope_freqs\.weight' must hold finite numbers above 0"):
+            gguf_config(write_gguf({**embedding, "rope_freqs.weight": factors}))
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,15 @@ def test_a_folder_with_a_sentencepiece_model(trained: Callable[[str], bytes], tm
         (trained("llama")[:5000], "not a SentencePiece model: truncated"),
         (b"", "not a SentencePiece model: it holds no pieces"),
         (b"PK\x03\x04" * 10, "not a SentencePiece model"),
+        # A piece: its text a number (of which Python makes so many zeros), its score of two bytes, its kind bytes.
+        (
+            b"\x0a\x05\x08\xc0\x96\xb1\x02",  # five million
+            "not a SentencePiece model: a field that must be bytes is the number",
+        ),
+        (b"\x0a\x07\x0a\x01a\x12\x02xx", "not a SentencePiece model: a score has 2 bytes instead of 4"),
+        (b"\x0a\x06\x0a\x01a\x1a\x01x", "not a SentencePiece model: a field that must be a number has 1 bytes"),
+        (b"\x08\x05", "not a SentencePiece model: a field that must be bytes is the number 5"),
+        (b"\x0a\x03\x0a\x01a\x12\x03\x1a\x01x", "not a SentencePiece model: a field that must be a number has 1 bytes"),
     ):
         (tmp_path / "tokenizer.model").write_bytes(damaged)
         with pytest.raises(TokenizerError, match=said):

@@ -215,6 +215,57 @@ def test_gguf_errors(gguf_tokenizer: Callable[..., Tokenizer], changes: dict[str
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_empty_tokens_of_a_gguf_are_no_text(gguf_tokenizer: Callable[..., Tokenizer], kind: str) -> None:
+    """llama.cpp reads files with several."""
+    tokens = byte_vocabulary(["ab", "", "", "<s>"])
+    scores = [float(-index) for index in range(len(tokens))]
+    tokenizer = gguf_tokenizer("gpt-2", tokens, ["a b"], model=kind, scores=scores, bos_token_id=259)
+    assert tokenizer.decode([tokens.index("a"), 257, 258, tokens.index("b")]) == "ab"
+    assert tokenizer.encode("ab", add_special_tokens=False)[-1] == 256
+
+
+@pytest.mark.parametrize(
+    ("added", "text"),
+    [
+        ([], None),
+        ({}, None),
+        ([1], "added_tokens_decoder must map ids to objects, got [1]"),
+        ("x", "added_tokens_decoder must map ids to objects, got 'x'"),
+        ({"²": {"content": "x"}}, "added_tokens_decoder.² must be a token id"),
+        ({"9" * 5000: {"content": "x"}}, "added_tokens_decoder.9999999999 must be a token id"),
+        ({"-1": {"content": "x"}}, "added_tokens_decoder.-1 must be a token id"),
+        ({"256": "x"}, "added_tokens_decoder.256 must be an object with content, got 'x'"),
+        ({"256": {"content": None}}, "added_tokens_decoder.256 must be an object with content"),
+        (
+            {"256": {"content": "x", "lstrip": "yes"}},
+            "decoder.256.lstrip must be true or false, got 'yes'",
+        ),
+        ({"256": {"content": "x", "special": 1}}, "added_tokens_decoder.256.special must be true or false, got 1"),
+        ({"4000000000": {"content": "<x>"}}, "added token '<x>' must get id 4000000000, but gets 256"),
+        ({"256": {"content": ""}}, "added token '' must get id 256, but gets None"),
+    ],
+)
+def test_odd_added_tokens_of_a_folder(added: object, text: str | None, tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(byte_vocabulary([]))}))
+    (tmp_path / "merges.txt").write_text("")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    files = ModelFiles("m", "folder", tmp_path)
+    if text is None:
+        assert load_tokenizer(files).vocab_size == 256
+        return
+    with pytest.raises(TokenizerError) as caught:
+        load_tokenizer(files)
+    assert text in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_ids_that_lie_far_apart_are_not_counted_through() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "bbb": 3_000_000_000}, "a"))
+    tokenizer = Tokenizer(backend, special_tokens={}, eos_token_ids=())
+    assert (tokenizer.longest_token, tokenizer.vocab_size) == (3, 3_000_000_001)
+
+
 def test_truncation_and_padding_of_a_training_run_are_off(tiny_kjv: ModelFiles, tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer.from_file(str(tiny_kjv.path / "tokenizer.json"))
     backend.enable_truncation(3)

@@ -106,3 +106,18 @@ def test_layers_with_a_window_have_their_own_base_and_no_scaling() -> None:
 def test_messages(scaling: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         frequencies(DIM, 1e4, scaling, 100)
+
+
+@pytest.mark.parametrize(
+    ("dim", "theta", "scaling"),
+    [
+        (2, 1e4, {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}),
+        (DIM, 1.0, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}),
+        (DIM, 1e300, {"rope_type": "dynamic", "factor": 1e300, "original_max_position_embeddings": 1}),
+        (DIM, 1e4, {"rope_type": "linear", "factor": 5e-324}),
+        (DIM, 1e4, LONGROPE | {"original_max_position_embeddings": 1}),
+    ],
+)
+def test_numbers_that_make_no_sense_together(dim: int, theta: float, scaling: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^rope_theta \S+ and the fields of rope_scaling \(\w+\) give no finite freq"):
+        frequencies(dim, theta, scaling, 100)
