@@ -188,9 +188,10 @@ def _hint(spec: str) -> str:
 
 
 def _in_folder(spec: str, folder: Path, name: str) -> ModelFiles:
-    if (folder / "config.json").is_file():
-        return ModelFiles(name, "folder", folder.absolute())
     found = _models_of(sorted(folder.glob("*.gguf")))
+    # Repositories of GGUF files often have a config.json too, which says little of the model.
+    if (folder / "config.json").is_file() and (not found or any(folder.glob("*.safetensors"))):
+        return ModelFiles(name, "folder", folder.absolute())
     if len(found) == 1:
         return ModelFiles(name, "gguf", found[0].absolute())
     if found:

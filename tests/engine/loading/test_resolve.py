@@ -65,7 +65,12 @@ def test_folders(tmp_path: Path) -> None:
     assert resolve_model(str(one)) == ModelFiles("a", "gguf", one)
     (folder / "b.gguf").write_bytes(b"GGUF")
     assert "several .gguf files (a.gguf, b.gguf); give one of them" in message(str(folder))
-    (folder / "config.json").write_text("{}")
+    # A config.json beside GGUF files alone is not the model: many repositories have one with little in it.
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert "several .gguf files (a.gguf, b.gguf); give one of them" in message(str(folder))
+    (folder / "b.gguf").unlink()
+    assert resolve_model(str(folder)) == ModelFiles("my-model", "gguf", one)
+    (folder / "model.safetensors").write_bytes(b"")
     assert resolve_model(str(folder)) == ModelFiles("my-model", "folder", folder)
     assert resolve_model(f"file://{folder}").path == folder
 
