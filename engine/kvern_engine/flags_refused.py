@@ -10,6 +10,7 @@ _LORA = f"LoRA adapters {_ARE_NOT_YET}; serve merged weights instead"
 _TOOLS = f"tool calls {_ARE_NOT_YET}; leave the flag out"
 _GRAPHS = "there is no compilation to configure: graph sizes are chosen at start; --enforce-eager turns graphs off"
 _TLS = "TLS ends in front of the engine (ingress, gateway or sidecar); leave the flag out"
+_CORS = "headers for browsers (CORS) are set in front of the engine (ingress or gateway); leave the flag out"
 _LOGS = "requests are never logged and statistics are at /metrics; see --log-level"
 
 REFUSED_FLAGS: dict[str, str] = {
@@ -43,6 +44,10 @@ REFUSED_FLAGS: dict[str, str] = {
     "ssl-keyfile": _TLS,
     "ssl-certfile": _TLS,
     "ssl-ca-certs": _TLS,
+    "allowed-origins": _CORS,
+    "allowed-methods": _CORS,
+    "allowed-headers": _CORS,
+    "allow-credentials": _CORS,
     "disable-log-requests": _LOGS,
     "enable-log-requests": _LOGS,
     "disable-log-stats": _LOGS,
@@ -71,6 +76,9 @@ REFUSED_FLAGS: dict[str, str] = {
     "prefix-caching-hash-algo": "prefix hashes are always SHA-256; leave the flag out",
     "task": f"only text generation is offered; embeddings {_ARE_NOT_YET}",
     "runner": f"only text generation is offered; embeddings {_ARE_NOT_YET}",
+    "generation-config": "the model's generation_config.json gives the defaults; requests say what differs",
+    "override-generation-config": "edit the model's generation_config.json, or say it in requests",
+    "enable-prompt-tokens-details": "usage always says how many tokens came from the cache; leave the flag out",
     "hf-overrides": "edit the model's config.json instead",
     "rope-scaling": "edit rope_scaling in the model's config.json instead",
     "rope-theta": "edit rope_theta in the model's config.json instead",

@@ -111,6 +111,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(None, description="vLLM's: usage in every chunk.")
+    include_obfuscation: bool | None = Field(None, description="Only false: chunks are sent as long as they are.")
 
 
 class ResponseFormat(Body):
@@ -245,6 +246,7 @@ _LATER = {
     "prediction": "Predicted output",
     "web_search_options": "Web search",
     "suffix": "Inserting text before a suffix",
+    "verbosity": "Choosing how long answers are",
     "use_beam_search": "Beam search",
     "length_penalty": "Beam search",
     "logits_processors": "Running a caller's code on logits",

@@ -42,6 +42,10 @@ def check_refused(request: ChatRequest | CompletionRequest) -> None:
         raise ApiError(f'response_format must be {{"type": "text"}}, got type {form.type!r}.', param="response_format")
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options is only allowed when stream is true.", param="stream_options")
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        raise not_served_yet(
+            "Padding chunks against guesses by their size", "stream_options.include_obfuscation", "Give false."
+        )
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError("prompt_logprobs are not available when stream is true.", param="prompt_logprobs")
     if request.truncate_prompt_tokens == 0:

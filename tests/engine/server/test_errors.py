@@ -54,6 +54,12 @@ def error_of(response: httpx.Response, status: int = 400) -> dict:
             "stream_options.include_usag",
             "Unknown field 'stream_options.include_usag'; did you mean 'include_usage'?",
         ),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "is not served yet by this version of Kvern. Give false.",
+        ),
+        ({"verbosity": "low"}, "verbosity", "Choosing how long answers are is not served yet"),
         ({"tools": [{"type": "function"}]}, "tools", "Tool calling is not served yet"),
         ({"tool_choice": "auto"}, "tool_choice", "Tool calling is not served yet"),
         ({"response_format": {"type": "json_object"}}, "response_format", "is not served yet"),

@@ -55,7 +55,7 @@ def test_chat(live: Setup, client: openai.OpenAI) -> None:
 
 
 def test_chat_stream(live: Setup, client: openai.OpenAI) -> None:
-    options = {"stream": True, "stream_options": {"include_usage": True}}
+    options = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
     chunks = list(client.chat.completions.create(model="tiny", messages=HI, **EVERYTHING, **options))
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 0
     assert all(c.usage is None for c in chunks[:-1])
