@@ -83,7 +83,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written in the text become their ids, as with transformers and vLLM,
         unless the model's tokenizer_config.json says `split_special_tokens`; `add_special_tokens` is about those that
-        the model puts around a text (off for a rendered chat). Raises ValueError for invalid Unicode."""
+        the model puts around a text (off for a rendered chat). Raises ValueError for invalid Unicode, TokenizerError
+        for a text that the library gives up on: what no token stands for, what its regular expressions run away on."""
         try:
             if len(text) > _LONG:
                 # Of the library's calls only those for batches let other threads run meanwhile.
@@ -92,6 +93,10 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):  # which of them depends on the library's version
             _refuse_surrogates(text)
             raise
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # bare Exception, and for a panic a BaseException of its own
+            raise TokenizerError(f"the tokenizer cannot read this text: {error}") from error
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no valid UTF-8 become U+FFFD."""

@@ -52,9 +52,9 @@ class _InFlight:
 class Scheduler:
     """Schedules the requests of one engine over `pool`.
 
-    `eos_token_ids` and its own end every request that does not ignore them. Call `schedule` for the next plan, submit it, and hand
-    its result to `update`, in the order of the plans; any number of plans may be in flight. `add`, `abort`, `update`
-    and `fail_all` return outputs by client. Each choice gets exactly one output with a finish_reason.
+    `eos_token_ids` and its own end every request that does not ignore them. Call `schedule` for the next plan, submit
+    it, and hand its result to `update`, in the order of the plans; any number of plans may be in flight. `add`,
+    `abort`, `update` and `fail_all` return outputs by client. Each choice gets exactly one output with a finish_reason.
     """
 
     def __init__(

@@ -129,8 +129,7 @@ class TokenizerFolder:
         for text, index in self._json("added_tokens.json").items():
             if isinstance(index, int):
                 wanted[index] = AddedToken(text, special=text in self.special_tokens.values(), normalized=False)
-        for number, token in self._decoder_entries():
-            wanted[number] = token
+        wanted |= dict(self._decoder_entries())
         for index, token in sorted(wanted.items()):
             backend.add_tokens([token])
             got = backend.token_to_id(token.content)

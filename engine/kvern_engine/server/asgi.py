@@ -57,12 +57,19 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def check_json_type(scope: Scope) -> None:
-    """Raises ApiError 415 for a body that says to be something else than JSON."""
+    """Raises ApiError 415 for a body that says to be something else than JSON, or to be compressed."""
     given = header(scope, b"content-type")
     kind = (given or "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(
             f"Content-Type {given!r} is not supported; send the body as application/json.",
+            status=415,
+            code="unsupported_media_type",
+        )
+    coding = header(scope, b"content-encoding")
+    if coding is not None and coding.strip().lower() not in ("", "identity"):
+        raise ApiError(
+            f"Content-Encoding {coding!r} is not supported; send the body as it is.",
             status=415,
             code="unsupported_media_type",
         )

@@ -9,7 +9,7 @@ from kvern_engine.prompt_rules import bad_word_ids
 from kvern_engine.server.errors import ApiError, context_length_exceeded
 from kvern_engine.server.messages import check_template_kwargs, template_messages
 from kvern_engine.server.protocol import shown
-from kvern_engine.tokenizer import ChatTemplateError, Tokenizer
+from kvern_engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
 
 # Below this many characters tokenizing takes well under a millisecond: cheaper than a thread's two switches.
 _INLINE_CHARS = 1024
@@ -69,11 +69,14 @@ class PromptReader:
                     param=what,
                     code="string_above_max_length",
                 )
-        if len(text) <= _INLINE_CHARS:
-            ids = self.tokenizer.encode(text, add_special_tokens=special)
-        else:
-            long = len(text) > _LONG_CHARS
-            ids = await self.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=special), long=long)
+        try:
+            if len(text) <= _INLINE_CHARS:
+                ids = self.tokenizer.encode(text, add_special_tokens=special)
+            else:
+                long = len(text) > _LONG_CHARS
+                ids = await self.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=special), long=long)
+        except TokenizerError as e:
+            raise ApiError(f"{e}.", param="messages" if chat else "prompt") from None
         if self.tokenizer.vocab_size > self.vocab_size:
             self.check_ids(ids, "messages" if chat else "prompt")
         return ids

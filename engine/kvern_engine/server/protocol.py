@@ -267,7 +267,8 @@ _MAX_ITEMS = {
     "allowed_token_ids": MAX_ALLOWED,
     "bad_words": MAX_BAD_WORDS,
 }
-_ABSENT: tuple[Any, ...] = (None, False, "none", "", [], {})
+_ABSENT: tuple[Any, ...] = (None, False, "", [], {})
+_ABSENT_CALLS = frozenset({"tool_choice", "function_call"})  # where "none" says that there shall be none
 
 T = TypeVar("T", bound=Body)
 
@@ -368,7 +369,8 @@ def _take_known(content: dict[str, Any]) -> None:
     for name in IGNORED & content.keys():
         del content[name]
     for name in _LATER.keys() & content.keys():
-        if any(content[name] == absent and type(content[name]) is type(absent) for absent in _ABSENT):
+        absent = (*_ABSENT, "none") if name in _ABSENT_CALLS else _ABSENT
+        if any(content[name] == value and type(content[name]) is type(value) for value in absent):
             del content[name]
         else:
             raise not_served_yet(_LATER[name], name, f"Leave {name} out.")

@@ -1,5 +1,6 @@
 """Every refusal that a client can meet: status, OpenAI's shape, and a text that says what would be right."""
 
+import gzip
 import socket
 
 import httpx
@@ -132,6 +133,7 @@ def test_chat_fields(live: Setup, http: httpx.Client, fields: dict, param: str, 
         ({"prompt": [[5], [-1]]}, "prompt", "prompt[1]: token id -1 is outside the vocabulary"),
         ({"prompt": ["a"] * 257}, "prompt", "prompt must have at most 256 prompts (max_prompts_per_request), got 257."),
         ({"suffix": "x"}, "suffix", "Inserting text before a suffix is not served yet"),
+        ({"suffix": "none"}, "suffix", "Inserting text before a suffix is not served yet"),
         ({"best_of": 2}, "best_of", "best_of (2) other than n (1) is not served; leave best_of out."),
         ({"logprobs": 21}, "logprobs", "logprobs must be less than or equal to 20, got 21."),
         ({"logprobs": True}, "logprobs", "logprobs must be an integer, got true (a boolean)."),
@@ -204,6 +206,9 @@ def test_media_type(live: Setup, http: httpx.Client) -> None:
     body = b'{"messages": [{"role": "user", "content": "hi"}]}'
     assert http.post(CHAT, content=body, headers={"Content-Type": "application/json; charset=utf-8"}).is_success
     assert http.post(CHAT, content=body).is_success  # not named at all
+    assert http.post(CHAT, content=body, headers={"Content-Encoding": "identity"}).is_success
+    error = error_of(http.post(CHAT, content=gzip.compress(body), headers={"Content-Encoding": "gzip"}), 415)
+    assert error["message"] == "Content-Encoding 'gzip' is not supported; send the body as it is."
 
 
 def test_paths_and_methods(live: Setup, http: httpx.Client) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizers
 from server_harness import Setup
+from tokenizers import pre_tokenizers
 
 from kvern_engine.server.errors import ApiError
 from kvern_engine.server.prompts import PromptReader
@@ -106,6 +108,23 @@ async def test_tokens_that_the_model_has_no_row_for_are_refused(tokenizer: Token
         with pytest.raises(ApiError):
             reader.check_ids([500], "prompt")
     finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_text_that_the_tokenizer_gives_up_on_is_refused(chat: bool) -> None:
+    """The library panics where a regular expression runs away, and has no token for some characters: a client's text
+    must not end as a broken connection."""
+    runs_away = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    runs_away.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a*)*b|"), behavior="isolated")
+    unknown = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "?"))
+    for backend, text, words in ((runs_away, "a" * 300, "retry-limit"), (unknown, "b", "Missing [UNK]")):
+        reader = PromptReader(Tokenizer(backend, special_tokens={}, eos_token_ids=()), 10)
+        for size in (1, 3000):
+            with pytest.raises(ApiError) as caught:
+                await reader.encode(text + " " * size, special=True, capacity=10_000, chat=chat)
+            assert caught.value.message.startswith("the tokenizer cannot read this text: ")
+            assert words in caught.value.message and caught.value.param == ("messages" if chat else "prompt")
         reader.close()
 
 
