@@ -17,7 +17,7 @@ from kvern_engine.request import SamplingParams
 from kvern_engine.server.balance import Balancer, prefix_keys
 from kvern_engine.server.engine_client import ClientGone, EngineClient, EngineDeadError, Mailbox
 from kvern_engine.server.logprobs import Aligner
-from kvern_engine.server.prompts import _cut_after
+from kvern_engine.server.prompts import _MARK, _cut_at_mark
 from kvern_engine.tokenizer import Tokenizer
 from kvern_engine.transport import encode
 
@@ -201,8 +201,9 @@ def test_logprobs_are_released_with_their_text(tokenizer: Tokenizer, text: str, 
 
 
 def test_continued_message_is_cut_at_its_end() -> None:
-    assert _cut_after("<u>hi</u><a>In the</a>\n", "In the") == "<u>hi</u><a>In the"
-    assert _cut_after("<a>In the </a>", "In the ") == "<a>In the "
+    assert _cut_at_mark(f"<u>hi</u><a>In the{_MARK}</a>\n", "In the") == "<u>hi</u><a>In the"
+    assert _cut_at_mark(f"<a>In the {_MARK}</a>", "In the ") == "<a>In the "
+    assert _cut_at_mark(f"<a>In the {_MARK.rstrip()}</a>", "In the ") == "<a>In the"  # by a template that trims
 
 
 def test_message_is_small() -> None:
