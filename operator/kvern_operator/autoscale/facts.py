@@ -74,6 +74,11 @@ def tokens(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def counted(number: float, one: str, many: str) -> str:
+    """A number and the words that go with it: "1 replica is", "2 replicas are"."""
+    return f"{number:.0f} {one if f'{number:.0f}' == '1' else many}"
+
+
 def milliseconds(seconds: float) -> str:
     """Seconds, in the unit of latencies."""
     return f"{seconds * 1000:.0f} ms"

@@ -22,6 +22,7 @@ from kvern_operator.autoscale.capacity import (
     running_itl,
     shape_of,
 )
+from kvern_operator.autoscale.facts import counted
 from kvern_operator.autoscale.terms import Full, Limits, Line, Load, Traffic, View
 
 SPEEDUP = 1.74  # of a step on twice the devices (DistServe, OSDI 2024)
@@ -48,6 +49,10 @@ class Sizes:
     dwell: float = 1800.0
     verify: float = 600.0
     change_seconds: float = 60.0
+
+    def allows(self, size: int) -> bool:
+        """Whether a size is within the bounds."""
+        return self.minimum <= size <= self.maximum
 
 
 @dataclass(frozen=True)
@@ -134,15 +139,17 @@ def plan(
     if sizes.mode == "Fixed":
         return _stay(state, "parallelism.tensor.mode is Fixed"), replace(state, raise_since=None, lower_since=None)
     if state.phase == "Changing":
-        return _changing(look, state)
+        return _changing(sizes, look, state)
     if state.phase == "Verifying":
-        return _verifying(sizes, look, state)
+        return _verifying(sizes, limits, look, state)
     if not look.kv and look.size is None:
         return _before_any(sizes, look, state)
-    if look.size is None or look.size != state.size or not _known(view):
-        words = "replicas, or their metrics, are missing: the layout stays"
+    if look.size is None or look.size != state.size or not _known(view) or limits.unknown:
+        words = limits.unknown or "replicas, or their metrics, are missing: the layout stays"
         return _stay(state, words), replace(state, raise_since=None, lower_since=None)
     options = tuple(_options(sizes, limits, view, look, state, full, served))
+    if not sizes.allows(state.size):
+        return _into_bounds(sizes, limits, look, state, options)
     state, why, larger = _triggered(sizes, limits, view, look, state, options)
     if not why:
         return _stay(state, "nothing calls for another size", options), state
@@ -178,22 +185,6 @@ def speedup(ratio: float) -> float:
     return float(SPEEDUP ** math.log2(ratio))
 
 
-def feasible_sizes(gpus: int, pipeline: int, heads: int, kv_heads: int, low: int, high: int) -> list[int]:
-    """Sizes that divide a replica's devices and the model's heads, before any pod has said which it can have."""
-    return [
-        t
-        for t in range(low, min(high, gpus // pipeline) + 1)
-        if gpus % (t * pipeline) == 0 and heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
-    ]
-
-
-def kv_tokens(size: int, memory: float, weights: float, kappa: float, kv_heads: int, pipeline: int = 1) -> int:
-    """C(t): tokens of KV cache of one engine over `size` x `pipeline` devices with `memory` usable bytes each.
-    `weights` bytes in all, `kappa` bytes a token; above one KV head a device, heads are held more than once."""
-    room = size * pipeline * memory - 1.02 * weights
-    return max(int(room / (kappa * max(size / kv_heads, 1.0))), 0)
-
-
 def _options(
     sizes: Sizes,
     limits: Limits,
@@ -226,12 +217,17 @@ def _options(
         if why:
             needed = math.inf
         elif needed > most:
-            why = f"{_TOO_MANY} {needed:.0f} replicas, {most} are allowed"
-        elif not sizes.minimum <= size <= sizes.maximum:
-            why = f"outside of {sizes.minimum}..{sizes.maximum}"
-        elif any(banned == size for banned, _ in state.bans):
-            why = "was tried, made latency worse and is banned for six hours"
-        yield Option(size, engines, needed, itl, slack, why)
+            why = f"{_TOO_MANY} {needed:.0f} replicas, {counted(most, 'is', 'are')} allowed"
+        yield Option(size, engines, needed, itl, slack, why or _not_allowed(sizes, state, size))
+
+
+def _not_allowed(sizes: Sizes, state: State, size: int) -> str:
+    """Why a size that would do is not to be taken; "" where it may be."""
+    if not sizes.allows(size):
+        return f"outside of {sizes.minimum}..{sizes.maximum}"
+    if any(banned == size for banned, _ in state.bans):
+        return "was tried, made latency worse and is banned for six hours"
+    return ""
 
 
 def _impossible(limits: Limits, traffic: Traffic, line: Line | None, engine_tokens: float) -> str:
@@ -283,13 +279,8 @@ def _before_any(sizes: Sizes, look: Look, state: State) -> tuple[LayoutDecision,
 
 
 def _early_option(sizes: Sizes, look: Look, state: State, size: int, tokens: int) -> Option:
-    why = ""
-    if not tokens:
-        why = "by its shape the model does not fit, or leaves no room for the longest request"
-    elif not sizes.minimum <= size <= sizes.maximum:
-        why = f"outside of {sizes.minimum}..{sizes.maximum}"
-    elif any(banned == size for banned, _ in state.bans):
-        why = "was tried, made latency worse and is banned for six hours"
+    unfit = "by its shape the model does not fit, or leaves no room for the longest request"
+    why = _not_allowed(sizes, state, size) if tokens else unfit
     return Option(size, look.gpus // (size * look.pipeline), 1.0 if tokens else math.inf, None, 0.0, why)
 
 
@@ -346,14 +337,31 @@ def _lower_reason(limits: Limits, view: View, state: State, options: Sequence[Op
         return ""
     kept = [o for o in smaller if o.itl is not None and (limits.itl_slo is None or o.itl <= 0.8 * limits.itl_slo)]
     if waiting >= limits.queue_target and usage < 0.6 and kept:
-        return f"{waiting:.0f} requests wait a replica at a KV usage of {usage:.2f}"
+        return f"{counted(waiting, 'request waits', 'requests wait')} a replica at a KV usage of {usage:.2f}"
     best = min(o.replicas for o in smaller)
     if 2 * best <= here.replicas:
-        return f"{best:.0f} replicas of a smaller size do what needs {here.replicas:.0f} of size {state.size}"
+        does = counted(best, "replica of a smaller size does", "replicas of a smaller size do")
+        return f"{does} what needs {here.replicas:.0f} of size {state.size}"
     return _beyond(here, smaller)
 
 
 # ---------------------------------------------------------------- a change
+
+
+def _into_bounds(
+    sizes: Sizes, limits: Limits, look: Look, state: State, options: tuple[Option, ...]
+) -> tuple[LayoutDecision, State]:
+    """The spec's bounds have been moved away from the present size: what somebody asks for waits for no trigger and
+    passes no gate, unless it has been tried in vain. Where no size within carries the load, that which needs least."""
+    state = replace(state, raise_since=None, lower_since=None)
+    why = f"size {state.size} is outside of {sizes.minimum}..{sizes.maximum}"
+    side = [o for o in options if o.replicas < math.inf and not _not_allowed(sizes, state, o.size)]
+    best = min(side, key=lambda o: (o.replicas, -o.slack, o.size), default=None)
+    if best is None:
+        return _stay(state, f"{why}, but no size within is feasible", options), state
+    tried = any(sizes.allows(size) for size, _ in state.bans)
+    blocked = _not_now(sizes, look, state, best) if tried else ""
+    return _taken(sizes, limits, look, state, best, why, blocked, options)
 
 
 def _choose(
@@ -378,13 +386,24 @@ def _choose(
     if saved <= cost:
         words = f"{why}, but size {best.size} would save {saved:,.0f} GPU-seconds in 30 min and cost {cost:,.0f}"
         return _stay(state, words, options), state
-    reason = f"{why}: size {best.size} needs {best.replicas:.0f} replicas"
-    if sizes.mode == "Recommend":
-        made = LayoutDecision(state.size, best.size, False, f"{reason} (mode Recommend)", options=options)
-        return made, state
-    blocked = _not_now(sizes, look, state, best)
-    if blocked:
-        return LayoutDecision(state.size, best.size, False, f"{reason}, but {blocked}", options=options), state
+    return _taken(sizes, limits, look, state, best, why, _not_now(sizes, look, state, best), options)
+
+
+def _taken(
+    sizes: Sizes,
+    limits: Limits,
+    look: Look,
+    state: State,
+    best: Option,
+    why: str,
+    blocked: str,
+    options: tuple[Option, ...],
+) -> tuple[LayoutDecision, State]:
+    """The change to the best option; only said in mode Recommend, and where something forbids it now."""
+    reason = f"{why}: size {best.size} needs {counted(best.replicas, 'replica', 'replicas')}"
+    if sizes.mode == "Recommend" or blocked:
+        reason += " (mode Recommend)" if sizes.mode == "Recommend" else f", but {blocked}"
+        return LayoutDecision(state.size, best.size, False, reason, options=options), state
     after = replace(
         state,
         size=best.size,
@@ -409,41 +428,45 @@ def _not_now(sizes: Sizes, look: Look, state: State, best: Option) -> str:
         return f"the last change is {look.now - last:.0f} s ago (dwellSeconds is {sizes.dwell:.0f})"
     reserve = 1 if best.size in state.proven else 2
     if len(state.changes) + reserve > MOST_CHANGES:
-        return f"there have been {len(state.changes)} changes within two hours"
+        return f"{counted(len(state.changes), 'change has', 'changes have')} been made within two hours"
     return ""
 
 
-def _changing(look: Look, state: State) -> tuple[LayoutDecision, State]:
-    """Until every ready replica has the size. One that is taken back, or to a proven size, is done with that. One that
-    fails on a replica is taken back from all; one that fails while it is taken back goes on: there is no third way."""
+def _changing(sizes: Sizes, look: Look, state: State) -> tuple[LayoutDecision, State]:
+    """Until every ready replica has the size. One that is taken back, or to a proven size, or from one that is not
+    allowed any more, is done with that. One that fails on a replica is taken back from all; one that fails while it is
+    taken back goes on: there is no third way."""
     if look.failed and look.size != state.size and not state.returning and state.before is not None:
         words = f"size {state.size} could not be taken: {look.failed}; back to {state.before}, not again for six hours"
         back = _back(look, state, state.before)
         return LayoutDecision(back.size, back.size, True, words), back
     if look.size != state.size:
         return _stay(state, f"changing from size {state.before} to {state.size}"), state
-    if state.returning or state.size in state.proven or state.before is None:
+    if state.returning or state.size in state.proven or state.before is None or not sizes.allows(state.before):
         done = replace(state, phase="Stable", before=None, returning=False, since=look.now)
         return _stay(done, f"size {state.size} is in place"), done
     begun = replace(state, phase="Verifying", since=look.now, watched=0.0, looked_at=look.now, dip_since=None)
     return _stay(begun, f"size {state.size} is in place and is being watched"), begun
 
 
-def _verifying(sizes: Sizes, look: Look, state: State) -> tuple[LayoutDecision, State]:
-    """Watched for `verify` seconds with figures; a dip of SLO attainment that lasts takes the change back."""
+def _verifying(sizes: Sizes, limits: Limits, look: Look, state: State) -> tuple[LayoutDecision, State]:
+    """Watched for `verify` seconds with figures; a dip of SLO attainment that lasts takes the change back. Where no SLO
+    is asked for, there are no figures to wait for."""
     between = look.now - state.looked_at
-    known = look.attainment is not None and look.size == state.size
-    watched = state.watched + (between if known and between <= _GAP else 0.0)
+    judged = limits.itl_slo is not None or limits.ttft_slo is not None
+    known = look.size == state.size and (look.attainment is not None or not judged)
+    watched = state.watched + (between if known and 0 <= between <= _GAP else 0.0)
     base = state.attainment
     dips = known and base is not None and look.attainment is not None and look.attainment < base - DIP
     dip_since = (state.dip_since if state.dip_since is not None else look.now) if dips else None
     state = replace(state, watched=watched, looked_at=look.now, dip_since=dip_since)
-    if dip_since is not None and look.now - dip_since >= DIP_SECONDS and state.before is not None:
+    before = state.before if state.before is not None and sizes.allows(state.before) else None
+    if dip_since is not None and look.now - dip_since >= DIP_SECONDS and before is not None:
         words = (
             f"SLO attainment fell from {base:.1%} to {look.attainment:.1%} at size {state.size}: back to "
-            f"{state.before}, and not again within six hours"
+            f"{before}, and not again within six hours"
         )
-        back = _back(look, state, state.before)
+        back = _back(look, state, before)
         return LayoutDecision(back.size, back.size, True, words), back
     if watched >= sizes.verify:
         proven = tuple(sorted({*state.proven, state.size, *([state.before] if state.before else [])}))

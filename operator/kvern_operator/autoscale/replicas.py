@@ -10,7 +10,7 @@ What is not known holds: missing or stale metrics never remove a replica.
 from dataclasses import replace
 
 from kvern_operator.autoscale.capacity import RATE_SECONDS, unforeseen
-from kvern_operator.autoscale.facts import PATIENCE, Facts, facts_of, milliseconds, reachable, tokens
+from kvern_operator.autoscale.facts import PATIENCE, Facts, counted, facts_of, milliseconds, reachable, tokens
 from kvern_operator.autoscale.inputs import inputs_of
 from kvern_operator.autoscale.terms import Decision, Full, Kind, Limits, Memory, Replica, Term, View
 from kvern_operator.autoscale.wants import SAMPLES, sizing, terms_of
@@ -135,12 +135,15 @@ def _calm(limits: Limits, view: View, facts: Facts, memory: Memory) -> tuple[tup
 
 def _bounded(limits: Limits, view: View, facts: Facts, memory: Memory) -> Decision:
     """The decision in modes Internal and Recommend."""
+    if limits.unknown:
+        words = f"nothing is decided: {limits.unknown}"
+        return _decision(limits, view, facts, view.current, view.current, "hold", words, "namespaceBudget")
     most, bound = limits.most()
     least, current = limits.least(), view.current
     if not least <= current <= most:
         target = min(max(current, least), most)
         which = bound if current > most else "minReplicas"
-        words = f"{current} replicas are outside of {least}..{most}"
+        words = f"{counted(current, 'replica is', 'replicas are')} outside of {least}..{most}"
         return _decision(limits, view, facts, target, current, "bounds", words, which)
     if current == 0:
         return _from_zero(limits, view, facts, most, bound)
@@ -174,27 +177,29 @@ def _from_zero(limits: Limits, view: View, facts: Facts, most: int, bound: str) 
     if view.held.requests <= 0:
         return _decision(limits, view, facts, 0, 0, "hold", "no request is held")
     # How much a replica takes is not known before one runs: one is started, and the next cycles see.
-    words = f"{view.held.requests:.0f} requests are held at the router"
+    words = f"{counted(view.held.requests, 'request is', 'requests are')} held at the router"
     term = Term("held", 1, words)
     return _decision(limits, view, facts, min(1, most), 1, "wake", words, None if most else bound, [term])
 
 
 def _idle(limits: Limits, view: View, facts: Facts, memory: Memory) -> bool:
     known = view.held is not None and facts.silent == 0
-    return limits.minimum == 0 and known and view.now - memory.active_at >= limits.idle
+    silence = view.now - memory.active_at
+    return limits.minimum == 0 and known and silence > 0 and silence >= limits.idle
 
 
 def _fallen_back(view: View, facts: Facts, memory: Memory, wanted: int) -> int | None:
     """The most replicas to want while pods do not become ready; None where nothing is known against more. Pods that
     found no node are given up; those that load are left alone."""
-    if view.now >= memory.overdue_until:
+    if view.now > memory.overdue_until:
         return None
     return facts.ready + facts.young + facts.loading
 
 
 def _overdue_words(view: View, facts: Facts) -> str:
     late = PATIENCE * view.start_seconds
-    return f"{facts.stuck} pods found no node within {late:.0f} s (twice the usual start): they are no supply"
+    who = f"{counted(facts.stuck, 'pod', 'pods')} found no node within {late:.0f} s"
+    return f"{who} (twice the usual start): no supply is to be expected of that"
 
 
 def _down_or_hold(limits: Limits, view: View, facts: Facts, memory: Memory, terms: list[Term], wanted: int) -> Decision:
@@ -204,9 +209,9 @@ def _down_or_hold(limits: Limits, view: View, facts: Facts, memory: Memory, term
     if why:
         return _decision(limits, view, facts, current, wanted, "hold", why, limit, terms)
     needed = memory.calm[0][1]
+    few, tens = counted(needed, "replica", "replicas"), "" if current < 2 * AT_ONCE else " of each ten"
     words = (
-        f"{needed} replicas would have been enough for {limits.stabilization:.0f} s, with 15 % to spare; one goes at a "
-        f"time{'' if current < 2 * AT_ONCE else ' of each ten'}"
+        f"{few} would have been enough for {limits.stabilization:.0f} s, with 15 % to spare; one goes at a time{tens}"
     )
     left = current - _fewer(limits, current, needed)
     return _decision(limits, view, facts, left, wanted, "down", words, None, terms)
@@ -221,8 +226,10 @@ def _why_not_less(
     if facts.silent or view.held is None or (facts.ready and not facts.loads):
         who = f"{facts.silent} of {facts.ready} replicas" if facts.silent else "a router"
         return f"{who} gave no metrics: nothing is removed", "missingMetrics"
-    if facts.ready < current:
-        return f"{current - facts.ready} replicas are not ready yet", None
+    # One that loads for too long is no supply that is to come: it keeps nobody, and goes first.
+    coming = current - facts.ready - facts.overdue
+    if coming > 0:
+        return f"{counted(coming, 'replica is', 'replicas are')} not ready yet", None
     if view.changing:
         return "the layout is being changed: nothing is removed", "layoutChange"
     if current <= least:
@@ -241,7 +248,7 @@ def _why_not_less(
         return f"{needed} would do, but only {since:.0f} s of {window:.0f} s have been seen", "stabilization"
     if now - memory.last_down < SETTLE:
         return f"{needed} would do; the last removal is {now - memory.last_down:.0f} s ago", "settling"
-    return _too_tight(limits, view, facts, current, _fewer(limits, current, needed)), None
+    return _too_tight(limits, view, facts, min(current - _fewer(limits, current, needed), facts.ready)), None
 
 
 def _fewer(limits: Limits, current: int, needed: int) -> int:
@@ -249,22 +256,22 @@ def _fewer(limits: Limits, current: int, needed: int) -> int:
     return min(max(current // AT_ONCE, 1), current - max(needed, limits.least(), 1))
 
 
-def _too_tight(limits: Limits, view: View, facts: Facts, n: int, fewer: int) -> str:
-    """What so many replicas less would break; "" for nothing."""
-    left = n - fewer
+def _too_tight(limits: Limits, view: View, facts: Facts, left: int) -> str:
+    """What would break where so many ready replicas are left; "" for nothing."""
     if facts.demand >= left * facts.kv_tokens:
-        return f"{left} replicas hold {tokens(left * facts.kv_tokens)} tokens, demand is {tokens(facts.demand)}"
-    grown = n / left
+        holds = counted(left, "replica holds", "replicas hold")
+        return f"{holds} {tokens(left * facts.kv_tokens)} tokens, demand is {tokens(facts.demand)}"
+    grown, who = facts.ready / left, f"with {counted(left, 'replica', 'replicas')}"
     running = sum(load.running for load in facts.loads) / max(len(facts.loads), 1) / view.step.engines
     itl = facts.line.at(running * grown) if facts.line else facts.traffic.itl and facts.traffic.itl * grown
     if limits.itl_slo is not None and itl is not None and running > 0 and itl > SLO_SPARE * limits.itl_slo:
         unreachable = facts.line is not None and not reachable(limits, facts.line)
         if not unreachable:
-            return f"with {left} replicas ITL would be {milliseconds(itl)}, over 80 % of {milliseconds(limits.itl_slo)}"
+            return f"{who} ITL would be {milliseconds(itl)}, over 80 % of {milliseconds(limits.itl_slo)}"
     ttft = facts.traffic.ttft
     if limits.ttft_slo is not None and ttft is not None and ttft * grown > SLO_SPARE * limits.ttft_slo:
         late, most = milliseconds(ttft * grown), milliseconds(limits.ttft_slo)
-        return f"with {left} replicas TTFT would be {late}, over 80 % of {most}"
+        return f"{who} TTFT would be {late}, over 80 % of {most}"
     return ""
 
 
@@ -273,9 +280,9 @@ def _too_tight(limits: Limits, view: View, facts: Facts, n: int, fewer: int) -> 
 
 def _steady_words(terms: list[Term], current: int) -> str:
     if not terms:
-        return f"{current} replicas are enough: no load"
+        return f"{counted(current, 'replica is', 'replicas are')} enough: no load"
     strongest = max(terms, key=lambda term: term.wanted)
-    return f"{current} replicas are right: {strongest.name}: {strongest.words}"
+    return f"{counted(current, 'replica is', 'replicas are')} right: {strongest.name}: {strongest.words}"
 
 
 def _decision(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from kvern_operator.api.status import CacheStatus, ModelShape
 from kvern_operator.api.types import InferenceServiceSpec
-from kvern_operator.autoscale.layout import feasible_sizes, kv_tokens
 
 UTILIZATION = 0.92  # the engine's default of gpuMemoryUtilization
 OVERHEAD = 2e9  # bytes of a device beside weights and KV cache: context, workspace, activations, graphs
@@ -60,6 +59,22 @@ def card_bytes(product: str) -> float | None:
             return float(said[1]) * 1e9 if said else size
     said = re.search(r"[-_ ](\d+)GB", product)
     return float(said[1]) * 1e9 if said else None
+
+
+def feasible_sizes(gpus: int, pipeline: int, heads: int, kv_heads: int, low: int, high: int) -> list[int]:
+    """Sizes that divide a replica's devices and the model's heads, before any pod has said which it can have."""
+    return [
+        t
+        for t in range(low, min(high, gpus // pipeline) + 1)
+        if gpus % (t * pipeline) == 0 and heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
+    ]
+
+
+def kv_tokens(size: int, memory: float, weights: float, kappa: float, kv_heads: int, pipeline: int = 1) -> int:
+    """C(t): tokens of KV cache of one engine over `size` x `pipeline` devices with `memory` usable bytes each.
+    `weights` bytes in all, `kappa` bytes a token; above one KV head a device, heads are held more than once."""
+    room = size * pipeline * memory - 1.02 * weights
+    return max(int(room / (kappa * max(size / kv_heads, 1.0))), 0)
 
 
 def expected(spec: InferenceServiceSpec, cache: CacheStatus) -> Expected:

@@ -13,7 +13,8 @@ Kind = Literal["hold", "up", "down", "wake", "zero", "bounds", "given"]
 @dataclass(frozen=True)
 class Limits:
     """What the spec allows and asks for. `gpus`: of one replica, all its pods together; 0: it runs on CPUs, and no
-    budget bounds it. `granted`: replicas that a namespace's budget leaves (see budget.py); None: there is none."""
+    budget bounds it. `granted`: replicas that a namespace's budget leaves (see budget.py); None: there is none.
+    `unknown`: why that cannot be told, and nothing is decided; "" where it can."""
 
     mode: Mode = "Internal"
     replicas: int = 1  # spec.replicas
@@ -22,6 +23,7 @@ class Limits:
     gpus: int = 1
     gpu_budget: int | None = None
     granted: int | None = None
+    unknown: str = ""
     kv_target: float = 0.8
     queue_target: float = 5.0
     itl_slo: float | None = None

@@ -11,7 +11,7 @@ from kvern_operator.autoscale.capacity import (
     replicas_for,
     replicas_to_serve,
 )
-from kvern_operator.autoscale.facts import Facts, milliseconds, reachable, tokens
+from kvern_operator.autoscale.facts import Facts, counted, milliseconds, reachable, tokens
 from kvern_operator.autoscale.terms import Limits, Memory, Term, View
 
 RATE_SPARE = 0.4  # part of what is to spare for one replica less: the window's highest rate holds the noise already
@@ -98,7 +98,8 @@ def terms_of(limits: Limits, view: View, facts: Facts, memory: Memory) -> list[T
     # A replica that has just come has not had the time to show what it does about a queue.
     youngest = min((r.since for r in view.replicas if r.ready), default=0.0)
     if memory.queued >= SAMPLES and youngest >= QUEUE_SETTLE:
-        words = f"{waiting:.0f} requests wait, over {limits.queue_target:g} a replica for {memory.queued} samples"
+        who = counted(waiting, "request waits", "requests wait")
+        words = f"{who}, over {limits.queue_target:g} a replica for {memory.queued} samples"
         terms.append(Term("queue", more, words))
     full = [x for x in facts.loads if x.preempting and x.used_tokens > limits.kv_target * x.kv_tokens]
     if full:

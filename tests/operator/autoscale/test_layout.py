@@ -14,11 +14,10 @@ from kvern_operator.autoscale.layout import (
     Look,
     Sizes,
     State,
-    feasible_sizes,
-    kv_tokens,
     plan,
     speedup,
 )
+from kvern_operator.autoscale.shape import feasible_sizes, kv_tokens
 from kvern_operator.autoscale.terms import Limits, Line, Load, Memory, Replica, Step, Traffic, View
 
 AUTO = Sizes("Auto", 1, 8)
@@ -199,12 +198,12 @@ def verifying(attainment: float = 0.95) -> State:
     return state
 
 
-def watched(state: State, seconds: float, attainment: float | None):
+def watched(state: State, seconds: float, attainment: float | None, limits: Limits = LIMITS):
     made, now = None, state.looked_at
     end = now + seconds
     while now < end and state.phase == "Verifying":
         now += 5.0
-        made, state = plan(AUTO, LIMITS, seen(now, size=4), look(now, 4, attainment=attainment), state)
+        made, state = plan(AUTO, limits, seen(now, size=4), look(now, 4, attainment=attainment), state)
     return made, state
 
 
@@ -235,8 +234,76 @@ def test_a_change_that_hurts_is_taken_back_and_banned():
 
 
 def test_nothing_is_proven_while_nobody_sees():
-    _, state = watched(verifying(), 3600.0, None)
+    _, state = watched(verifying(), 3600.0, None, replace(LIMITS, itl_slo=0.05))
     assert (state.phase, state.watched) == ("Verifying", 0.0)
+
+
+def test_without_an_slo_only_the_time_counts():
+    """Nothing can be compared: a watch that never ended would keep every replica, and every size, for ever."""
+    assert LIMITS.itl_slo is None and LIMITS.ttft_slo is None
+    _, state = watched(verifying(), 595.0, None)
+    assert state.phase == "Verifying"
+    _, state = watched(state, 10.0, None)
+    assert (state.phase, state.proven) == ("Stable", (2, 4))
+
+
+def test_a_clock_that_is_put_back_takes_nothing_from_what_was_watched():
+    state = replace(verifying(), watched=300.0, looked_at=5000.0)
+    _, state = plan(AUTO, LIMITS, seen(1400.0, size=4), look(1400.0, 4, attainment=1.0), state)
+    assert state.watched == 300.0
+
+
+def test_while_nothing_comes_by_which_a_change_could_be_judged_replicas_go():
+    """A change in the evening, and no request in the night: not every replica stays until the morning."""
+    state, memory, now, targets = verifying(), Memory.new(0.0), 60.0, []
+    limits = replace(LIMITS, maximum=3, itl_slo=0.05)
+    while now < 3000.0:
+        now += 5.0
+        n = targets[-1] if targets else 3
+        both = cycle.decide(limits, seen(now, 0.01, size=4, n=n), memory, AUTO, look(now, 4), state)
+        memory, state = both.memory, both.state
+        targets.append(both.replicas.target)
+    assert state.phase == "Verifying"
+    assert targets[: int(2 * AUTO.verify / 5) - 1] == [3] * (int(2 * AUTO.verify / 5) - 1) and targets[-1] == 1
+
+
+# ---------------------------------------------------------------- bounds that are moved
+
+
+def moved(state: State, low: int, high: int, now: float = 0.0, size: int | None = None, **more: object):
+    sizes = Sizes("Auto", low, high)
+    return plan(sizes, LIMITS, seen(now, size=size or state.size), look(now, size or state.size, **more), state)
+
+
+def test_a_size_that_is_not_allowed_any_more_is_left_at_once():
+    made, state = moved(State(8, changes=(-60.0,)), 1, 4)
+    assert (made.changed, made.target, state.phase) == (True, 4, "Changing")
+    assert made.reason == "size 8 is outside of 1..4: size 4 needs 2 replicas"
+    _, state = moved(state, 1, 4, 30.0)
+    assert (state.phase, state.before) == ("Stable", None)  # no way back out of the bounds, and nothing to watch
+    assert not moved(state, 1, 4, 60.0)[0].changed
+    said, same = plan(Sizes("Recommend", 1, 4), LIMITS, seen(0.0, size=8), look(0.0, 8), State(8))
+    assert (said.changed, said.recommended, same.size) == (False, 4, 8) and said.reason.endswith("(mode Recommend)")
+
+
+def test_bounds_that_are_moved_in_mid_change():
+    bad = replace(verifying(), looked_at=60.0, dip_since=0.0, attainment=0.95)
+    made, state = moved(bad, 4, 8, 65.0, attainment=0.5)
+    assert (made.changed, state.size, state.phase) == (False, 4, "Verifying")  # 2 is not to be had any more
+    changing = State(4, "Changing", before=2, changes=(0.0,))
+    made, state = moved(changing, 1, 2, 30.0)
+    made, state = moved(replace(state, phase="Stable"), 1, 2, 60.0)
+    assert (made.changed, state.size) == (True, 2)
+
+
+def test_what_was_tried_in_vain_within_the_bounds_is_not_tried_on_and_on():
+    state, now, tried = State(8), 0.0, []
+    while now < 7200.0:
+        made, state = moved(state, 2, 4, now, size=8, failed="too little memory" if state.phase != "Stable" else "")
+        tried += [made.target] if made.changed else []
+        now += 5.0
+    assert tried == [4, 8]
+    assert state.size == 8
 
 
 def test_dwell_and_the_limit_of_changes():
@@ -245,7 +312,7 @@ def test_dwell_and_the_limit_of_changes():
     assert not made.changed
     assert made.reason.endswith("the last change is 900 s ago (dwellSeconds is 1800)")
     made, _, _ = after(300.0, state=State(2, changes=(-1900.0,)))
-    assert made.reason.endswith("there have been 1 changes within two hours")
+    assert made.reason.endswith("1 change has been made within two hours")
     made, _, _ = after(300.0, state=State(2, changes=(-1900.0,), proven=(4,)))
     assert made.changed
 

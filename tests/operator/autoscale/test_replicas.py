@@ -281,7 +281,7 @@ def test_latency_keeps_what_tokens_would_let_go():
     near = replace(CHAT, itl=0.015)
     made = run(limits, 2, 900.0, lambda now, n: view(n, ready(n, used=1000.0), now, traffic=near))
     assert {d.target for d in made} == {2}
-    assert made[-1].reason == "with 1 replicas ITL would be 30 ms, over 80 % of 20 ms"
+    assert made[-1].reason == "with 1 replica ITL would be 30 ms, over 80 % of 20 ms"
 
 
 def test_panic_keeps_everybody():
