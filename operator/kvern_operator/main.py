@@ -23,7 +23,7 @@ from kvern_operator import __version__, oplog
 from kvern_operator.admin import Prober
 from kvern_operator.api.types import API_VERSION
 from kvern_operator.apply import Executor
-from kvern_operator.autoscale.budgets import BudgetReader
+from kvern_operator.autoscale.budgets import BudgetReader, gpus_of_others
 from kvern_operator.autoscale.loop import Autoscaler
 from kvern_operator.autoscale.scrape import OwnThread, Round, Scraper, Target
 from kvern_operator.config import Config, ConfigError, read_config
@@ -257,7 +257,13 @@ class _Parts:
         queue = KeyQueue(delays=Delays(resync=config.resync))
         self._prober, self._notices = Prober(self.add), NoticeReader(client, self.add)
         self._scraper, self._scraping = Scraper(), OwnThread("scrape")
-        self._autoscaler = Autoscaler(self._scrape, BudgetReader(client), metrics, self.add)
+        self._autoscaler = Autoscaler(
+            self._scrape,
+            BudgetReader(client),
+            metrics,
+            self.add,
+            unseen=lambda known: gpus_of_others(mirror.keys(), mirror.service, known),
+        )
         metrics.show(self._autoscaler.figures)
         controller = Controller(
             mirror,

@@ -69,6 +69,7 @@ class Pod:
     scheduled: datetime | None = None
     started: datetime | None = None
     ready_since: datetime | None = None
+    unready_since: datetime | None = None  # when it ceased to be ready; None: it has not been, or that is not known
 
 
 @dataclass(frozen=True)

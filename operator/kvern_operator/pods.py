@@ -5,7 +5,7 @@ What only the pod itself knows (its load, its layout, its device) is added by wh
 
 import json
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from kvern_operator.api.base import parse_time
@@ -16,6 +16,7 @@ from kvern_operator.observed import MODEL_SHAPE, Fetch, Object, Pod
 from kvern_operator.trouble import restarts, trouble
 
 EPOCH = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
+MOMENT = timedelta(seconds=5)
 
 
 def read_pod(obj: Object) -> Pod:
@@ -53,6 +54,7 @@ def read_pod(obj: Object) -> Pod:
         scheduled=_since(status, "PodScheduled"),
         started=_time((running or {}).get("startedAt")),
         ready_since=_since(status, "Ready"),
+        unready_since=_unready_since(status),
     )
 
 
@@ -111,6 +113,14 @@ def _condition(status: Mapping[str, Any], type_: str) -> Mapping[str, Any]:
 def _since(status: Mapping[str, Any], type_: str) -> datetime | None:
     found = _condition(status, type_)
     return _time(found.get("lastTransitionTime")) if found.get("status") == "True" else None
+
+
+def _unready_since(status: Mapping[str, Any]) -> datetime | None:
+    """When a pod that is not ready ceased to be. A kubelet that takes a pod on notes that it is not ready in the same
+    moment (startTime): where that is noted later, it has been ready in between."""
+    found, taken_on = _condition(status, "Ready"), _time(status.get("startTime"))
+    since = _time(found.get("lastTransitionTime")) if found.get("status") != "True" else None
+    return since if since and taken_on and since - taken_on > MOMENT else None
 
 
 def _stage(status: Mapping[str, Any], past: bool) -> Literal["", "scheduling", "creating"]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvern_operator.autoscale import cycle
 from kvern_operator.autoscale.layout import Look, Sizes, State
@@ -38,11 +38,15 @@ class Kvern:
         )
         self._sizes = sizes or Sizes("Fixed")
         self._signals, self._memory = Signals(), Memory.new(0.0)
-        self._state = State(setting.size)
+        self._state, self._size = State(setting.size), setting.size
         self.reasons: list[tuple[float, str]] = []
 
     def decide(self, seen: Seen) -> Wanted:
         signals = self._signals
+        if seen.size not in (None, self._size):
+            signals.forget_latency()
+            self._memory = replace(self._memory, full=())
+        self._size = seen.size or self._size
         signals.keep(p.uid for p in seen.pods)
         for scrape in seen.scrapes.values():
             signals.add(scrape)

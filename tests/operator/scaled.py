@@ -149,7 +149,9 @@ class Scaled:
         """What pods say on their admin port."""
         found = {}
         for uid, name in self._engines().items():
-            made = self.api.objects[path("StatefulSet", name.removesuffix("-0"))]
+            made = self.api.objects.get(path("StatefulSet", name.removesuffix("-0")))
+            if made is None:
+                continue  # its pod goes as well
             booted = parse_layout(made["metadata"]["annotations"]["kvern.dev/layout"]).tensor
             size = self.sizes.setdefault(uid, booted)
             said = SaidLayout(size, size, 0, "Stable", self.kv, self.lost.get(uid))

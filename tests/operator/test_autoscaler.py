@@ -1,7 +1,7 @@
 """The operator scales a service: from a load to replicas, and what status, Events and metrics say of it."""
 
 import pytest
-from scaled import SERVICE_PATH, Scaled
+from scaled import KEY, SERVICE_PATH, Scaled
 
 INTERNAL = {
     "mode": "Internal",
@@ -158,6 +158,23 @@ async def test_bounds_of_the_spec_hold_at_once(scaled):
     scaled.bench.create({**old["spec"], "autoscaling": {**INTERNAL, "maxReplicas": 2}}, generation=2)
     await scaled.step(2)
     assert scaled.desired == 2 and scaled.scaling["lastDecision"]["kind"] == "bounds"
+
+
+async def test_a_load_about_a_bound_is_no_news_every_few_seconds(scaled):
+    await scaled.create(autoscaling=INTERNAL)
+    scaled.demand = 31_000.0
+    await scaled.step(40)
+    assert scaled.desired == 4
+    before = len(scaled.api.writes("/leases/"))
+    causes = set()
+    for step in range(120):  # ten minutes: 3.9 replicas are needed, then 4.1
+        scaled.demand = 33_000.0 if step % 4 < 2 else 31_000.0
+        await scaled.step()
+        causes.add(scaled.autoscaler._made[KEY].both.replicas.limited_by)
+    assert causes == {None, "maxReplicas"}
+    told = [note for reason, note in scaled.events() if reason == "ScalingLimited"]
+    assert 1 <= len(told) <= 12, told
+    assert len(scaled.api.writes("/leases/")) - before <= 60
 
 
 async def test_a_new_leader_goes_on_where_the_old_one_died(scaled):
@@ -334,3 +351,12 @@ async def test_recommend_says_the_size_and_changes_nothing(laid):
     status = laid.bench.status["parallelism"]
     assert (status["recommended"], status["target"], laid.told) == (2, 1, [])
     assert "mode Recommend" in status["lastDecision"]["reason"]
+    # Somebody does as it says: the next recommendation starts from there.
+    tensor = {**spec["parallelism"]["tensor"], "size": 2}
+    old, devices = laid.api.objects[SERVICE_PATH]["spec"], {"args": {"data-parallel-size": "1"}}
+    laid.bench.create({**old, "engine": devices, "parallelism": {"tensor": tensor}}, generation=2)
+    await laid.step(60)
+    status = laid.bench.status["parallelism"]
+    assert (status["current"], status["target"], status["recommended"], status["plan"]["size"]) == (2, 2, 2, 2), status
+    assert laid.autoscaler._made[KEY].both.layout.reason == "nothing calls for another size"
+    assert not [r for r, _ in laid.events() if r.startswith("LayoutCh")]

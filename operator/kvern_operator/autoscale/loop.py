@@ -44,6 +44,10 @@ class Budgets(Protocol):
         """By namespace its budget, None where there is none; without those that cannot be told."""
         ...
 
+    def wrong(self, namespace: str) -> str:
+        """Why somebody has to do something before it can be told; "" where nobody has to."""
+        ...
+
 
 @dataclass
 class _Known:
@@ -57,6 +61,7 @@ class _Known:
     state: State | None = None  # with the clocks that status does not hold
     waiting: set[str] = field(default_factory=set)  # pods that were seen before they were ready
     start: float | None = None
+    size: int | None = None  # tensor size that all ready replicas had last
     asked_up: tuple[float, int] | None = None  # since when, and for how many, more were wanted than were ready
 
 
@@ -79,8 +84,9 @@ class Tally(Protocol):
 
 
 class Autoscaler:
-    """`scrape` asks everybody once. `changed(key)` has a pass made for a service. Times of `clock` are monotonic, those
-    of `wall` Unix seconds."""
+    """`scrape` asks everybody once. `changed(key)` has a pass made for a service. `unseen(known)`: GPUs that services
+    hold by their status which are not among the known ones, since no pass has reached them yet, or their spec cannot be
+    used. Times of `clock` are monotonic, those of `wall` Unix seconds."""
 
     def __init__(
         self,
@@ -89,11 +95,13 @@ class Autoscaler:
         tally: Tally,
         changed: Callable[[Key], None],
         *,
+        unseen: Callable[[Collection[Key]], Mapping[Key, int]] = lambda known: {},
         period: float = PERIOD,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
     ) -> None:
         self._scrape, self._budgets, self._tally, self._changed = scrape, budgets, tally, changed
+        self._unseen = unseen
         self._period, self._clock, self._wall = period, clock, wall
         self._subjects: dict[Key, Subject] = {}
         self._known: dict[Key, _Known] = {}
@@ -161,7 +169,8 @@ class Autoscaler:
         self._tell_silent(targets, round_.failures)
         # What has gone or come meanwhile is for the next cycle: an answer of a pod that is gone counts for nobody.
         subjects = {key: self._subjects[key] for key in subjects if key in self._subjects}
-        made = await asyncio.to_thread(self._decide_all, subjects, round_, budgets)
+        unseen = self._unseen(subjects.keys()) if any(budget is not None for budget in budgets.values()) else {}
+        made = await asyncio.to_thread(self._decide_all, subjects, round_, budgets, unseen)
         now = datetime.fromtimestamp(self._wall()).astimezone()
         for key, one in made.items():
             if key not in self._subjects or self._subjects[key].uid != one.uid:
@@ -181,11 +190,15 @@ class Autoscaler:
     # ------------------------------------------------------------ decisions, in a thread
 
     def _decide_all(
-        self, subjects: Mapping[Key, Subject], round_: Round, budgets: Mapping[str, int | None]
+        self,
+        subjects: Mapping[Key, Subject],
+        round_: Round,
+        budgets: Mapping[str, int | None],
+        unseen: Mapping[Key, int],
     ) -> dict[Key, Made]:
         """Pure but for what is remembered; only one runs at a time."""
-        for key in [key for key in self._known if key not in subjects]:
-            self._known.pop(key, None)
+        for key in [key for key in self._known if key not in subjects or not subjects[key].live]:
+            del self._known[key]  # of one that is suspended as well: time in which nobody could ask is no idle time
         spaces: dict[str, list[Key]] = {}
         for key, subject in subjects.items():
             if subject.live:
@@ -196,32 +209,43 @@ class Autoscaler:
         for namespace, keys in spaces.items():
             live = [key for key in keys if subjects[key].live]
             with_gpus = [key for key in live if subjects[key].limits.gpus]
-            if with_gpus and namespace not in budgets:
+            unknown = "" if not with_gpus or namespace in budgets else self._budgets.wrong(namespace)
+            if with_gpus and namespace not in budgets and not unknown:
                 live = [key for key in live if key not in with_gpus]  # not known whether there is a budget: nothing
             granted: Mapping[Key, int] = {}
             budget = budgets.get(namespace)
             if with_gpus and budget is not None:
-                granted = self._granted(budget, {key: subjects[key] for key in keys})
+                others = {key: gpus for key, gpus in unseen.items() if key[0] == namespace}
+                granted = self._granted(budget, {key: subjects[key] for key in keys}, others)
             for key in live:
-                limits = replace(subjects[key].limits, granted=granted.get(key))
+                why = unknown if key in with_gpus else ""
+                limits = replace(subjects[key].limits, granted=granted.get(key), unknown=why)
                 with _kept_to(key):
                     found[key] = self._decide(key, subjects[key], limits)
         return found
 
-    def _granted(self, budget: int, subjects: Mapping[Key, Subject]) -> dict[Key, int]:
-        """What each service may have of the namespace's GPUs now."""
-        claims = []
+    def _granted(self, budget: int, subjects: Mapping[Key, Subject], others: Mapping[Key, int]) -> dict[Key, int]:
+        """What each service may have of the namespace's GPUs now. `others`: what the rest holds, it is theirs."""
+        claims = [Claim("/".join(key), OTHERS_FIRST, 1, gpus, gpus, gpus) for key, gpus in others.items()]
+        targets = {}
         for key, s in subjects.items():
             if s.live and s.limits.mode == "Internal":
                 wanted = max(s.current, s.limits.least())
                 with _kept_to(key):
                     made = cycle.decide(*self._question(key, s, s.limits)).replicas
                     wanted = max(made.target, s.limits.least())
-                claims.append(Claim("/".join(key), s.priority, s.limits.gpus, s.limits.least(), wanted, s.held))
+                targets[key] = wanted
+                held = max(s.held, s.current)  # what is decided is on its way
+                claims.append(Claim("/".join(key), s.priority, s.limits.gpus, s.limits.least(), wanted, held))
             else:
                 claims.append(Claim("/".join(key), OTHERS_FIRST, s.limits.gpus, s.current, s.current, s.held))
         grants = share(budget, claims)
-        return {key: grants["/".join(key)].now for key, s in subjects.items() if s.limits.mode == "Internal"}
+        found = {}
+        for key, wanted in targets.items():
+            grant, current = grants["/".join(key)], subjects[key].current
+            # One that wants fewer lets go for its own reason and in its own time: the budget asks nothing of it.
+            found[key] = current if wanted <= min(grant.later, current) else grant.now
+        return found
 
     def _take(self, key: Key, subject: Subject, round_: Round) -> None:
         """Add what the service's pods have said to what is known of it."""
@@ -229,6 +253,11 @@ class Autoscaler:
         if known is None or known.uid != subject.uid:
             known = self._known[key] = _Known(subject.uid, Memory.new(self._clock()), Stopwatch(self._clock))
         pods = [r.uid for r in subject.replicas]
+        if subject.size is not None and known.size not in (None, subject.size):
+            # Until the last replica had changed, it was the old size that gave figures.
+            known.signals.forget_latency()
+            known.memory = replace(known.memory, full=())
+        known.size = subject.size or known.size
         known.signals.keep(pods)
         known.ages.keep([*pods, CHANGE])
         for uid in pods:
@@ -237,7 +266,9 @@ class Autoscaler:
         routers = {target.uid for target, _ in subject.routers}
         known.held = {uid: said for uid, said in {**known.held, **round_.routers}.items() if uid in routers}
         for replica in subject.replicas:
-            if not replica.ready:
+            if replica.again:
+                known.waiting.discard(replica.uid)  # how old it is by then says nothing of a start
+            elif not replica.ready:
                 known.waiting.add(replica.uid)
             elif replica.uid in known.waiting and replica.started is not None:
                 known.waiting.discard(replica.uid)

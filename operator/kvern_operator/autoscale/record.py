@@ -26,7 +26,8 @@ HISTORY = 10
 REFRESH = timedelta(seconds=60)  # between two records that differ in numbers alone
 SETTLE = timedelta(seconds=15)  # between two that differ in the term that keeps a number as it is
 # What is worth knowing at once, whoever else was the reason before.
-URGENT = frozenset({"missingMetrics", "maxReplicas", "gpuBudget", "namespaceBudget", "unschedulable", "slowStart"})
+BOUNDS = frozenset({"maxReplicas", "gpuBudget", "namespaceBudget"})
+URGENT = BOUNDS | {"missingMetrics", "unschedulable", "slowStart"}
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,12 @@ def _worth(before: Decision | None, new: Decision, now: datetime) -> bool:
     if before is None or (new.inputs and not before.inputs):
         return True
     age = now - before.time
-    urgent = {before.limited_by, new.limited_by} & URGENT
+    urgent = {new.limited_by, *({before.limited_by} - BOUNDS)} & URGENT
     if (before.limited_by != new.limited_by and urgent) or age < timedelta(0):
         return True
     if (before.kind, before.cause, before.limited_by) != (new.kind, new.cause, new.limited_by):
-        return age >= SETTLE
+        # A load about a bound crosses it every few seconds: that it is below again has time.
+        return age >= (REFRESH if before.limited_by in BOUNDS else SETTLE)
     same = (before.reason, before.inputs, before.terms) == (new.reason, new.inputs, new.terms)
     return not same and age >= REFRESH
 
@@ -190,7 +192,7 @@ def _parallelism(before: ParallelismStatus, made: Made, now: datetime) -> Parall
         return before  # mode Fixed, or nothing is known yet
     record = LayoutDecision(
         time=now,
-        from_=size if size is not None else decision.target,
+        from_=size if size is not None and decision.changed else decision.target,
         to=decision.target,
         recommended=decision.recommended,
         reason=decision.reason[:1024],

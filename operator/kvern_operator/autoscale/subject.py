@@ -25,7 +25,8 @@ CRASHES = 2  # of a pod with the size that is being taken, after which it has fa
 
 @dataclass(frozen=True)
 class SeenReplica:
-    """A replica that is to stay. `changed`: when it became ready, or, while it is not, was made; Unix seconds."""
+    """A replica that is to stay. `changed`: when it became ready, or, while it is not, was made or ceased to be ready;
+    Unix seconds. `again`: it has been ready before."""
 
     uid: str  # of the pod that answers for it; its own name where there is none
     ready: bool
@@ -33,6 +34,7 @@ class SeenReplica:
     unschedulable: bool
     target: Target | None = None
     started: float | None = None  # seconds from its pod's creation to ready, where that can be told
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,12 @@ class Subject:
 
     @property
     def state(self) -> State:
-        """The planner's, as it is on record."""
-        return state_of(self.plan, self.size or self.wanted)
+        """The planner's, as it is on record. Where the spec has given another size since (a recommendation that was
+        followed, other devices), it goes on from there."""
+        found = state_of(self.plan, self.size or self.wanted)
+        if self.plan is None or found.size == self.wanted:
+            return found
+        return State(self.wanted, changes=found.changes, bans=found.bans, proven=found.proven)
 
     @property
     def targets(self) -> list[Target]:
@@ -87,7 +93,10 @@ def subject_of(
     routed = spec.router.mode == "Embedded"
     internal = scaling.mode == "Internal" and status.autoscaling.desired is not None
     live = scaling.mode != "Off" or spec.parallelism.tensor.mode != "Fixed"
-    pods = {p.name: p for p in observed.pods if p.component == meta.ENGINE and meta.leads(p.name)}
+    pods: dict[str, list[Pod]] = {}
+    for pod in observed.pods:
+        if pod.component == meta.ENGINE:
+            pods.setdefault(pod.owner, []).append(pod)
     return Subject(
         uid=service.metadata.uid,
         namespace=service.metadata.namespace,
@@ -96,9 +105,7 @@ def subject_of(
         sizes=sizes_of(service, status),
         priority=scaling.priority,
         current=(status.autoscaling.desired or 0) if internal else status.desired_replicas,
-        replicas=tuple(
-            _seen(r, pods.get(meta.leader_name(r.name)), sets.get(r.name), now) for r in replicas if not r.leaving
-        ),
+        replicas=tuple(_seen(r, pods.get(r.name, []), sets.get(r.name), now) for r in replicas if not r.leaving),
         routers=tuple(
             (Target(p.uid, p.name, p.address, routing=True), p.ready)
             for p in observed.pods
@@ -160,7 +167,8 @@ def _start(status: InferenceServiceStatus) -> float | None:
     return None if status.startup is None else float(status.startup.total_seconds)
 
 
-def _seen(replica: Replica, pod: Pod | None, workload: Object | None, now: datetime) -> SeenReplica:
+def _seen(replica: Replica, pods: list[Pod], workload: Object | None, now: datetime) -> SeenReplica:
+    pod = next((p for p in pods if p.name == meta.leader_name(replica.name)), None)
     if pod is None:
         made = ((workload or {}).get("metadata") or {}).get("creationTimestamp")
         since = datetime.fromisoformat(str(made).replace("Z", "+00:00")) if made else now
@@ -168,13 +176,16 @@ def _seen(replica: Replica, pod: Pod | None, workload: Object | None, now: datet
     ready_since = pod.ready_since or pod.created
     started = (ready_since - pod.created).total_seconds() if replica.ready and not pod.restarts else None
     asked = replica.ready and pod.address
+    # A pod that has lost its place is late when its return takes long, not because it is old.
+    waits = max((p.unready_since or p.created for p in pods if not p.ready), default=now)
     return SeenReplica(
         uid=pod.uid,
         ready=replica.ready,
-        changed=(ready_since if replica.ready else pod.created).timestamp(),
+        changed=(ready_since if replica.ready else waits).timestamp(),
         unschedulable=replica.unschedulable,
         target=Target(pod.uid, pod.name, pod.address) if asked else None,
         started=started,
+        again=not replica.ready and any(p.unready_since for p in pods),
     )
 
 

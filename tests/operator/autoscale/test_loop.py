@@ -1,13 +1,17 @@
 """The loop over several services: a namespace's GPUs shared, what is not known, whose answer counts."""
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 
+from kvern_operator.autoscale.budgets import gpus_of_others
+from kvern_operator.autoscale.latency import Fit
 from kvern_operator.autoscale.layout import Sizes
 from kvern_operator.autoscale.loop import Autoscaler
 from kvern_operator.autoscale.scrape import Round, Target
 from kvern_operator.autoscale.signals import Scrape
 from kvern_operator.autoscale.subject import SeenReplica, Subject
-from kvern_operator.autoscale.terms import Limits
+from kvern_operator.autoscale.terms import Full, Limits
 
 WALL = 1_700_000_000.0
 
@@ -29,6 +33,7 @@ class Space:
 
     def __init__(self, budget: int | None) -> None:
         self.budgets: dict[str, int | None] = {"team": budget}
+        self.complaint = ""
         self.now, self.jumped, self.silent = 100.0, 0.0, set()
         self.used: dict[str, float] = {}
         self.loop = Autoscaler(
@@ -42,6 +47,9 @@ class Space:
 
     async def read(self, namespaces):
         return self.budgets
+
+    def wrong(self, namespace: str) -> str:
+        return self.complaint
 
     async def _scrape(self, targets) -> Round:
         engines, failures = {}, {}
@@ -129,6 +137,83 @@ async def test_without_the_budgets_word_nothing_is_decided():
     assert "one" not in made and made["cpu"] == 8
     space.budgets = {"team": None}  # there is none
     assert (await space.cycle())["one"] == 8
+
+
+async def test_a_budget_that_is_no_number_is_said_where_people_look():
+    space = Space(budget=None)
+    space.budgets, space.complaint = {}, 'ConfigMap kvern-budget: gpus: "many" is not a whole number of GPUs'
+    space.put("one", 2)
+    assert await space.cycle() == {"one": 2}
+    made = space.loop._made[("team", "one")].both.replicas
+    assert (made.kind, made.limited_by) == ("hold", "namespaceBudget") and space.complaint in made.reason
+
+
+async def test_in_a_namespace_with_a_budget_fewer_go_for_their_own_reason_and_one_at_a_time():
+    """What a service gives up by itself is no bound of the budget's: its words, its time between two."""
+    space = Space(budget=6)
+    space.used = {"one": 100.0}
+    current, downs = 4, []
+    while space.now < 700.0:
+        space.put("one", current)
+        await space.cycle()
+        made = space.loop._made[("team", "one")].both.replicas
+        if made.target < current:
+            downs.append((space.now, made.kind, made.limited_by))
+        current = made.target
+    assert [(kind, limit) for _, kind, limit in downs] == [("down", None)] * 3
+    assert all(after[0] - before[0] >= 30.0 for before, after in pairwise(downs))
+
+
+async def test_what_has_been_decided_is_not_given_to_another_before_it_is_made():
+    space = Space(budget=6)
+    space.used = {"low": 8000.0}
+    space.put("high", 1, priority=10)
+    space.put("low", 1)
+    assert await space.cycle() == {"high": 1, "low": 5}
+    space.put("low", 5, ready=1, held=1)  # decided, and on its way
+    space.used["high"] = 8000.0
+    assert await space.cycle() == {"high": 1, "low": 1}
+    space.put("low", 1)
+    assert (await space.cycle())["high"] == 5
+
+
+async def test_what_no_pass_has_reached_yet_is_not_given_away():
+    """A new leader has been through one of two services: what the other one holds is not free for that."""
+    documents = {
+        ("team", "two"): {"status": {"capacity": {"gpus": 4}}},
+        ("other", "three"): {"status": {"capacity": {"gpus": 9}}},
+        ("team", "new"): {},
+    }
+    space = Space(budget=6)
+    space.loop._unseen = lambda known: gpus_of_others(documents, documents.get, known)
+    space.used = {"one": 8000.0}
+    space.put("one", 1)
+    assert await space.cycle() == {"one": 2}
+    space.put("two", 1, held=1)  # has been reached, and let go
+    assert (await space.cycle())["one"] == 5
+
+
+async def test_the_figures_of_the_old_size_are_forgotten_when_the_last_replica_has_the_new_one():
+    space = Space(budget=None)
+    space.put("one", 2, size=2)
+    await space.cycle()
+    known = space.loop._known[("team", "one")]
+    for size, kept in ((2, True), (None, True), (4, False)):  # None: they differ
+        known.signals.fit, known.memory = Fit().add(8.0, 0.01, space.now), replace(known.memory, full=(Full(1.0, 1.0),))
+        space.put("one", 2, size=size)
+        await space.cycle()
+        assert (bool(known.signals.fit.bins), bool(known.memory.full)) == (kept, kept), size
+
+
+async def test_time_in_which_a_service_was_suspended_is_no_idle_time():
+    space = Space(budget=None)
+    space.put("one", 1)
+    await space.cycle()
+    suspended = space.loop._subjects[("team", "one")]
+    space.loop.watch(("team", "one"), Subject(**{**suspended.__dict__, "live": False}))
+    await space.cycle(500)
+    space.put("one", 1, ready=0, limits=Limits(minimum=0, maximum=8, gpus=1))
+    assert await space.cycle() == {"one": 1}
 
 
 async def test_an_answer_counts_for_the_pod_that_gave_it_alone():
