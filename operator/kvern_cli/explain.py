@@ -88,15 +88,18 @@ def _wants(picture: Picture) -> Iterator[str]:
     spec = picture.spec
     model = spec.get("model") or {}
     served = picture.status.get("model") or model.get("name")
-    replicas = int(spec.get("replicas", 1))
+    scaling = spec.get("autoscaling") or {}
+    mode, replicas = scaling.get("mode", "Off"), int(spec.get("replicas", 1))
+    if mode == "Internal" and not picture.local:
+        replicas = int(picture.status.get("desiredReplicas", replicas))
     asked = f"; clients ask for {served}" if served else ""
     yield f"{count(replicas, 'replica')} of {model.get('uri', '?')}{asked}."
     yield _replica_words(picture)
-    mode = (spec.get("autoscaling") or {}).get("mode", "Off")
     if mode == "External":
         yield "An HPA, KEDA or kubectl scale writes the number of replicas (autoscaling.mode External)."
     elif mode != "Off":
-        yield f"autoscaling.mode is {mode}."
+        bounds = f"{scaling.get('minReplicas', 1)} to {scaling.get('maxReplicas', '?')}"
+        yield f"autoscaling.mode is {mode}, with {bounds} replicas."
     router = spec.get("router") or {}
     if router.get("mode", "Embedded") == "Embedded" and not picture.local:
         yield f"{count(int(router.get('replicas', 2)), 'router pod')} in front of it."
@@ -112,8 +115,9 @@ def _replica_words(picture: Picture) -> str:
     for key, word in (("cpu", "CPU"), ("memory", "of memory")):
         if resources.get(key) is not None:
             parts.append(f"{resources[key]} {word}")
-    size, stages = (parallelism.get("tensor") or {}).get("size"), (parallelism.get("pipeline") or {}).get("size", 1)
-    target = size or (picture.status.get("parallelism") or {}).get("target")
+    tensor, stages = parallelism.get("tensor") or {}, (parallelism.get("pipeline") or {}).get("size", 1)
+    planned = (picture.status.get("parallelism") or {}).get("target")
+    target = planned or tensor.get("size") if tensor.get("mode") == "Auto" else tensor.get("size") or planned
     layout = f"; tensor size {target}" if target and gpus * pods > 1 else ""
     layout += f", {stages} pipeline stages" if stages > 1 else ""
     return f"A replica is {count(pods, 'pod')}{' each' if pods > 1 else ''} with {', '.join(parts)}{layout}."
@@ -234,8 +238,9 @@ def _decided(picture: Picture) -> Iterator[str]:
 
 def decision_words(decision: Mapping[str, Any], picture: Picture) -> Iterator[str]:
     """The last decision about replicas, with the numbers that it was taken from."""
-    step = f"{decision.get('from', 0)} -> {decision.get('to', 0)} replicas, {age(decision['time'], picture.now)} ago"
-    yield sentence(f"{step}: {decision.get('reason', '')}")
+    before, after = int(decision.get("from", 0)), int(decision.get("to", 0))
+    step = f"{before} -> {after} replicas" if before != after else f"{count(after, 'replica')} as before"
+    yield sentence(f"{step}, {age(decision['time'], picture.now)} ago: {decision.get('reason', '')}")
     inputs = decision.get("inputs") or {}
     if inputs:
         yield "Its numbers: " + ", ".join(f"{key} {value}" for key, value in inputs.items()) + "."

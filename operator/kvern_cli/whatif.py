@@ -33,7 +33,7 @@ def parse(text: str) -> dict[str, int]:
             )
         if key in found:
             raise WhatIfError(f"{key} is given twice; write it once")
-        if not value.isdigit() or int(value) > MOST_REPLICAS or (key == "tensor" and int(value) < 1):
+        if not value.isdecimal() or int(value) > MOST_REPLICAS or (key == "tensor" and int(value) < 1):
             least = 1 if key == "tensor" else 0
             raise WhatIfError(f"{key}={value}: a whole number from {least} to {MOST_REPLICAS} is wanted")
         found[key] = int(value)

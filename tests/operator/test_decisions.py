@@ -8,12 +8,14 @@ import pytest
 from recorded import NOW, ago, condition, service
 
 from kvern_cli.decisions import decision_blocks
+from kvern_cli.explain import explain
 from kvern_cli.main import main
 from kvern_cli.picture import Picture, cluster_picture
 from kvern_cli.render import plain
 from kvern_cli.shared import shared_of
 from kvern_cli.whatif import WhatIfError, parse, what_if
 from kvern_operator.autoscale.expect import expect, read
+from kvern_operator.autoscale.layout import Look, Sizes, State, plan
 from kvern_operator.autoscale.replicas import decide
 from kvern_operator.autoscale.terms import Full, Limits, Line, Load, Memory, Replica, Step, Traffic, View
 
@@ -115,6 +117,17 @@ def test_what_the_planner_waits_for_is_said_where_it_weighs_no_size():
     lines = plain(decision_blocks(picture(parallelism=layout)))
     (line,) = [line for line in lines if line.startswith("Tensor size")]
     assert line.split(maxsplit=2)[2] == f"{reason} (30s ago)"
+
+
+def test_what_it_wants_is_what_was_decided_and_not_what_the_spec_began_with():
+    layout = {"current": 2, "target": 2}
+    wants = dict(explain(picture(parallelism=layout)).rows)["It wants"]
+    assert wants[0].startswith("3 replicas of ")  # spec.replicas is 1
+    assert wants[1].endswith("with 2 GPUs; tensor size 2.")  # and parallelism.tensor.size is 1
+    assert wants[2] == "autoscaling.mode is Internal, with 1 to 6 replicas."
+    stays = {"time": ago(42), "from": 2, "to": 2, "reason": "2 replicas are right: kv: demand of 9 tokens"}
+    said = dict(explain(picture(autoscaling={"lastDecision": stays})).rows)["Decided"]
+    assert said == ("2 replicas as before, 42s ago: 2 replicas are right: kv: demand of 9 tokens.",)
 
 
 def test_where_nobody_decides_there_is_no_table():
@@ -241,6 +254,24 @@ def test_what_is_not_known_is_said_and_what_helps():
         WhatIfError, match=r"nothing is known of the load of smol yet \(autoscaling.mode is Off\); set it"
     ):
         what_if(idle, {"replicas": 3})
+
+
+def test_it_reckons_as_the_decisions_do():
+    """Where rows, not memory, are full, --what-if names the number that the term `kv` of the same decision names."""
+    load = Load(800_000.0, 150_000.0, 40.0, 256.0)
+    replicas = tuple(Replica(f"r{i}", True, 900.0, load=load) for i in range(2))
+    traffic = Traffic(500.0, 200.0, rate=12.0, prefill_seconds=0.05)
+    view = View(1000.0, 2, replicas, traffic=traffic, line=Line(0.03, 0.0002), step=Step(256, 4096, 2))
+    limits = replace(LIMITS, gpus=2, gpu_budget=None, ttft_slo=None)
+    made, _ = decide(limits, view, replace(Memory.new(0.0), seen_at=995.0))
+    (term,) = made.terms  # the SLO cannot be kept with any number, and asks for none
+    known = read(made.inputs, size=1, gpus=2, pipeline=1, kv={1: 8e5, 2: 9.5e5})
+    found = expect(known, limits, 1, 2)
+    assert (term.name, term.wanted, found.needed, found.binding) == ("kv", 2, 2, "kv")
+    options = Look(1000.0, 1, 2, ((1, 800_000), (2, 950_000)))
+    planned, _ = plan(Sizes("Auto"), limits, view, options, State(1))
+    slow, larger = planned.options
+    assert math.isinf(slow.replicas) and larger.replicas == expect(known, limits, 2, 2).needed
 
 
 def test_more_replicas_are_never_expected_to_be_slower_or_fuller():

@@ -6,19 +6,21 @@ Of a size that has not run, a step is taken to be SPEEDUP ** log2(ratio) times f
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvern_operator.autoscale.capacity import replicas_for, replicas_to_serve, running_itl
+from kvern_operator.autoscale.capacity import capacity, replica_rate, replicas_for, replicas_to_serve, running_itl
+from kvern_operator.autoscale.facts import reachable
 from kvern_operator.autoscale.layout import speedup
-from kvern_operator.autoscale.terms import Limits, Line
+from kvern_operator.autoscale.terms import Limits, Line, Step, Traffic
 
 SECOND = 1000.0  # milliseconds
 
 
 @dataclass(frozen=True)
 class Known:
-    """The numbers of a decision (`inputs`), read back. `kv`: tokens of KV cache a replica, by tensor size. None, and 0
-    for `served`: not known."""
+    """The numbers of a decision (`inputs`), read back. `kv`: tokens of KV cache a replica, by tensor size; `planned`:
+    what one of the present size is planned for; `step`: the limits of an engine's step. None, and 0 for `served` and
+    `planned`: not known."""
 
     size: int
     gpus: int
@@ -32,6 +34,8 @@ class Known:
     line: Line | None
     served: float
     ttft: float | None
+    planned: float
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def read(inputs: Mapping[str, str], *, size: int, gpus: int, pipeline: int, kv: 
     demand, rate = number("demandTokens"), number("requestsPerSecond")
     if demand is None or rate is None:
         raise ValueError("the last decision holds no numbers of the load")
-    own = number("kvTokensPerReplica")
+    own, usual = number("kvTokensPerReplica"), Step()
     base, slope, ttft = number("itlBaseMs"), number("itlSlopeMs"), number("ttftP95Ms")
     return Known(
         size=size,
@@ -79,6 +83,11 @@ def read(inputs: Mapping[str, str], *, size: int, gpus: int, pipeline: int, kv: 
         line=None if base is None or slope is None else Line(base / SECOND, slope / SECOND),
         served=number("servedPerSecond") or 0.0,
         ttft=None if ttft is None else ttft / SECOND,
+        planned=number("capacityTokens") or 0.0,
+        step=Step(
+            int(number("maxNumSeqs") or usual.max_num_seqs),
+            int(number("maxNumBatchedTokens") or usual.max_num_batched_tokens),
+        ),
     )
 
 
@@ -90,14 +99,14 @@ def expect(known: Known, limits: Limits, size: int, replicas: int) -> Expected:
     serves = known.served * speed * ratio or None
     busy = known.rate / (serves * replicas) if serves and replicas else None
     line = known.line and Line(known.line.base / speed, known.line.slope / speed)
-    prefill = known.prefill / speed
-    needs = {"kv": replicas_for(known.demand, max(limits.kv_target * tokens, 1.0))}
+    prefill, step = known.prefill / speed, replace(known.step, engines=engines)
+    traffic = Traffic(known.inputs, known.outputs, known.rate, prefill_seconds=prefill)
+    seen = known.planned if size == known.size else 0.0
+    needs = {"kv": replicas_for(known.demand, seen or capacity(limits, tokens, step, traffic, ()))}
     if serves:
         needs["rate"] = replicas_for(replicas_to_serve(known.rate / serves), 1.0)
-    if line is not None and limits.itl_slo is not None:
-        most = min(line.running_at(limits.itl_slo), tokens / engines / max(known.inputs + known.outputs / 2, 1.0))
-        seconds = prefill + known.outputs * line.at(most)
-        each = 0.8 * most * engines / max(seconds, 1e-6)
+    if line is not None and limits.itl_slo is not None and reachable(limits, line):
+        each = replica_rate(limits.itl_slo, line, tokens, step, traffic)
         if each > 0:
             needs["slo"] = replicas_for(known.rate, each)
     binding = max(needs, key=lambda name: needs[name])

@@ -27,6 +27,7 @@ def inputs_of(limits: Limits, view: View, facts: Facts) -> dict[str, str]:
         "prefixHits": f"{traffic.prefix_hits:.2f}",
         "engines": str(view.step.engines),
         "maxNumSeqs": str(view.step.max_num_seqs),
+        "maxNumBatchedTokens": str(view.step.max_num_batched_tokens),
         "startSeconds": f"{view.start_seconds:.0f}",
     }
     if loads:
