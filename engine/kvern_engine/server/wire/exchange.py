@@ -121,14 +121,14 @@ class Exchange:
             if self._body or (self.received and not self._end_told):
                 data, self._body = bytes(self._body), bytearray()
                 self._end_told = self.received
-                self._connection.read_on()
-                return {"type": "http.request", "body": data, "more_body": not self.received}
+                self._connection.read_on()  # may feed what comes next at once, up to the end
+                return {"type": "http.request", "body": data, "more_body": not self._end_told}
             if self._continue and not self.started:
                 self._continue = False
                 self._connection.write(CONTINUE)
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
             self._connection.read_on()
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await waiter
 
     async def send(self, message: Any) -> None:
         """Part of the response; waits while the client takes nothing. Does nothing once the client is gone."""
