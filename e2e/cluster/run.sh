@@ -1,7 +1,8 @@
 #!/bin/bash
 # run.sh [PYTEST ARGUMENTS]: make e2e. A cluster, the images, the tests, and all of it taken away again; at the end the
-# time of each stage. KVERN_E2E_KEEP=1 leaves the cluster as it is. KVERN_E2E_FULL=1: make e2e-full, with the tests that
-# take long, and then, without a cluster, the operator's tests against an API server of their own and the scale figures.
+# time of each stage. KVERN_E2E_KEEP=1 leaves the cluster as it is, with every service that the tests have made: for a few
+# of them, since those of all are more than two cores carry. KVERN_E2E_FULL=1: make e2e-full, with the tests that take
+# long, and then, without a cluster, the operator's tests against an API server of their own and the scale figures.
 . "$(dirname "$0")/lib.sh"
 PYTHON=${KVERN_E2E_PYTHON:-$ROOT_DIR/.venv/bin/python}
 start=$EPOCHREALTIME status=0
