@@ -82,14 +82,20 @@ def ended(load: Load) -> Object:
     return report
 
 
-def test_a_step_of_load_and_its_end(service: Make, client: Client, measure: Measure, show: Show) -> None:
-    """1 -> 4 under a step, decided within 10 s, the first new replica ready within its load time and 10 s; in full runs
-    4 -> 1 after it. Streams span all of it."""
+def before_a_step(service: Make, client: Client, name: str) -> tuple[Service, Load]:
+    """A service with one replica that decides, and a load for four that has not begun."""
     one = service("load", **STEPPED)
-    load = Load(client, one, f"step-{one.namespace}", streams=STREAMS, tokens=100)
+    load = Load(client, one, f"{name}-{one.namespace}", streams=STREAMS, tokens=100)
     known_texts(load, one.namespace, engine={"args": streams.FAST})
     one.wait_ready()
     eventually("it decides", lambda: scaling(one)["lastDecision"]["inputs"], 60)
+    return one, load
+
+
+def test_a_step_of_load_and_its_end(service: Make, client: Client, measure: Measure, show: Show) -> None:
+    """1 -> 4 under a step, decided within 10 s, the first new replica ready within its load time and 10 s; in full runs
+    4 -> 1 after it. Streams span all of it."""
+    one, load = before_a_step(service, client, "step")
     try:
         # Every stream has begun: for that four replicas are needed, and those that queue at the first one, which has
         # them all, to come to their turn there: two streams' length.

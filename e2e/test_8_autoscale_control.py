@@ -17,8 +17,7 @@ from test_8_autoscale import (
     LAID,
     LONGEST,
     SMALL,
-    STEPPED,
-    STREAMS,
+    before_a_step,
     ended,
     has_told_of_size_two,
     known_texts,
@@ -58,11 +57,7 @@ def test_a_step_of_load_meanwhile(service: Make, client: Client, show: Show, dis
     events.fresh_operator()
     if disturb is frozen:
         events.two_run()
-    one = service("load", **STEPPED)
-    load = Load(client, one, f"{disturb.__name__}-{one.namespace}", streams=STREAMS, tokens=100)
-    known_texts(load, one.namespace, engine={"args": streams.FAST})
-    one.wait_ready()
-    eventually("it decides", lambda: scaling(one)["lastDecision"]["inputs"], 60)
+    one, load = before_a_step(service, client, disturb.__name__)
     try:
         load.begin()
         eventually("more are wanted", lambda: [d for d in scaling(one)["history"] if d["kind"] == "up"], 60, every=0.2)

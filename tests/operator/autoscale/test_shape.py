@@ -6,12 +6,11 @@ from datetime import UTC, datetime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lonely import LonelyAutoscaler
 
 from kvern_operator.api.load import load_text
 from kvern_operator.api.status import CacheStatus, InferenceServiceStatus, ModelShape, ParallelismStatus
 from kvern_operator.autoscale.layout import Look, Sizes, State, plan
-from kvern_operator.autoscale.loop import Autoscaler
-from kvern_operator.autoscale.readings import Round
 from kvern_operator.autoscale.shape import card_bytes, expected
 from kvern_operator.autoscale.subject import subject_of
 from kvern_operator.autoscale.terms import Limits, View
@@ -152,25 +151,8 @@ def test_what_pods_say_takes_the_place_of_the_estimate():
     assert not made.changed and "are missing" in made.reason
 
 
-class Loop(Autoscaler):
-    """With nobody to ask."""
-
-    def __init__(self) -> None:
-        async def scrape(targets):
-            return Round({}, {}, {})
-
-        class Nothing:
-            async def read(self, namespaces):
-                return dict.fromkeys(namespaces)
-
-            def __getattr__(self, name):
-                return lambda *values: None
-
-        super().__init__(scrape, Nothing(), Nothing(), lambda key: None, clock=lambda: 0.0, wall=NOW.timestamp)
-
-
 async def cycle(svc, status: InferenceServiceStatus) -> InferenceServiceStatus:
-    loop = Loop()
+    loop = LonelyAutoscaler(NOW)
     loop.watch(KEY, subject_of(svc, Observed(), [], status, NOW), status)
     await loop.cycle()
     return loop.record(KEY, svc, status, NOW)

@@ -3,11 +3,10 @@
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from lonely import LonelyAutoscaler
 
 from kvern_operator.api.load import parse_service
 from kvern_operator.api.status import BannedSize, InferenceServiceStatus, LayoutPlan, ParallelismStatus
-from kvern_operator.autoscale.loop import Autoscaler
-from kvern_operator.autoscale.readings import Round
 from kvern_operator.autoscale.subject import Subject, subject_of
 from kvern_operator.observed import Observed, Pod
 from kvern_operator.pods import read_pod
@@ -78,30 +77,13 @@ async def test_a_pod_that_comes_back_says_nothing_of_how_long_a_start_takes():
     """The age of a pod that was told to drain and taken back, or whose node was silent for a while, is no start."""
     times: list[float | None] = []
     for before in (pod(0, False, unready_since=NOW - timedelta(seconds=10)), pod(0, False)):
-        loop = Loop()
+        loop = LonelyAutoscaler(NOW)
         loop.watch(KEY, subject(before))
         await loop.cycle()
         loop.watch(KEY, subject(pod(0, True, ready_since=NOW)))
         await loop.cycle()
         times.append(loop._known[KEY].start)
     assert times == [None, 5 * 86400.0]  # of one that had not been ready before it is what it took
-
-
-class Loop(Autoscaler):
-    """With nobody to ask."""
-
-    def __init__(self) -> None:
-        async def scrape(targets):
-            return Round({}, {}, {})
-
-        class Nothing:
-            async def read(self, namespaces):
-                return dict.fromkeys(namespaces)
-
-            def __getattr__(self, name):
-                return lambda *values: None
-
-        super().__init__(scrape, Nothing(), Nothing(), lambda key: None, clock=lambda: 0.0, wall=NOW.timestamp)
 
 
 # ---------------------------------------------------------------- sizes
