@@ -261,6 +261,12 @@ def _too_tight(limits: Limits, view: View, facts: Facts, left: int) -> str:
     if facts.demand >= left * facts.kv_tokens:
         holds = counted(left, "replica holds", "replicas hold")
         return f"{holds} {tokens(left * facts.kv_tokens)} tokens, demand is {tokens(facts.demand)}"
+    # Clients that ask again only when they have been answered come as slowly as they are served: their rate says
+    # nothing of a crowd.
+    crowd = sum(load.running + load.waiting for load in facts.loads)
+    if crowd > (rows := left * view.step.engines * view.step.max_num_seqs):
+        runs = counted(left, "replica runs", "replicas run")
+        return f"{runs} at most {rows} requests at a time, {counted(crowd, 'runs or waits', 'run or wait')} now"
     grown, who = facts.ready / left, f"with {counted(left, 'replica', 'replicas')}"
     running = sum(load.running for load in facts.loads) / max(len(facts.loads), 1) / view.step.engines
     itl = facts.line.at(running * grown) if facts.line else facts.traffic.itl and facts.traffic.itl * grown

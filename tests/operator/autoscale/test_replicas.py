@@ -265,6 +265,25 @@ def test_a_pod_that_loads_for_long_is_not_killed_and_does_not_block_when_others_
 # ---------------------------------------------------------------- down, zero and back
 
 
+def test_clients_that_ask_when_they_are_answered_keep_the_rows_they_take():
+    """Two dozen streams, each begun when one has ended, come at the rate they are served at: by it three replicas of
+    eight rows would do for 29 that run and 20 that wait."""
+    full = tuple(Full(300.0, 40.0, 60.0) for _ in range(3))
+    traffic = Traffic(input_tokens=22.0, output_tokens=36.0, rate=2.0, prefix_hits=0.6)
+    calm = old(calm=((9_950.0, 3),), full=full, rates=((9_880.0, 2.0),))
+    limits = replace(LIMITS, maximum=4, stabilization=30.0)
+
+    def made(running: float, waiting: float) -> Decision:
+        eight = Step(max_num_seqs=8)
+        return once(4, ready(4, 300.0, waiting, running), limits, calm, traffic=traffic, step=eight)
+
+    crowd = made(7.25, 5.0)
+    assert (crowd.target, crowd.kind) == (4, "hold")
+    assert crowd.reason == "3 replicas run at most 24 requests at a time, 49 run or wait now"
+    assert made(6.25, 0.0).reason == "3 replicas run at most 24 requests at a time, 25 run or wait now"
+    assert (made(6.0, 0.0).target, made(6.0, 0.0).kind) == (3, "down")
+
+
 def test_one_goes_at_a_time_after_the_window():
     made = run(LIMITS, 4, 900.0, lambda now, n: view(n, ready(n, used=120_000.0 / n), now), Memory.new(10_000.0))
     downs = [d.time - 10_000.0 for d in made if d.target < d.current]
