@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvern_engine.core.governor import ChunkGovernor
+from kvern_engine.core.governor import ChunkGovernor, _class_of
 
 
 class Device:
@@ -147,6 +147,68 @@ def test_decode_time_follows_the_number_of_rows() -> None:
     assert governor.decode_seconds(100) == 0.04
     assert governor.decode_seconds(30) == 0.01  # not seen: fewer rows, which errs on the side of the streams
     assert ChunkGovernor(2.0, 64).decode_seconds(1) is None
+
+
+def asked_and_answered(governor: ChunkGovernor, rows: int, base: float, row: float, token: float) -> float:
+    """Serve 20 steps with prompts beside `rows` rows, those without that are asked for as well; seconds of the last.
+    A step takes base + row x rows + token x prompt tokens."""
+    seconds, served = 0.0, 0
+    while served < 20:
+        tokens = governor.cap(rows)
+        seconds = base + row * rows + token * tokens
+        governor.observe(rows, tokens, seconds)
+        served += tokens > 0
+    return seconds
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    base=st.floats(0.002, 0.05),
+    share=st.sampled_from([0, 0.5, 0.9, 0.99]),  # of a decode step of 256 rows, what grows with the rows
+    seen=st.lists(st.integers(8, 256), min_size=4, max_size=20),
+)
+def test_a_batch_is_judged_by_one_of_about_its_size_whatever_came_before(
+    base: float, share: float, seen: list[int]
+) -> None:
+    """While prompts keep coming, on the way up and down again: within the size of a class of what was asked for."""
+    row = base * share / (1 - share) / 256
+    token = (base + row * 8) / 400  # so that the smallest chunk never decides
+    governor = ChunkGovernor(itl_factor=1.8, max_chunk=1 << 20)
+    governor.observe(0, 1000, 1000 * token)
+    governor.observe(1, 0, base + row)
+    for rows in seen:
+        decode = base + row * rows
+        seconds = asked_and_answered(governor, rows, base, row, token)
+        judged_by = governor.decode_seconds(rows)
+        assert judged_by is not None
+        assert decode / 1.5 <= judged_by <= 1.5 * decode
+        assert seconds <= 1.8 * 1.5 * decode
+
+
+def test_on_the_way_up_a_nearly_full_batch_is_not_judged_by_half_a_batch() -> None:
+    """An H200: 130 rows decode in 7.8 ms, 250 in 11.7. Judged by the former, steps would end at 14 ms for ever."""
+    base, row, token = 0.0036, 0.0000325, 0.000021
+    governor = ChunkGovernor(itl_factor=1.8, max_chunk=8192)
+    governor.observe(0, 4096, 4096 * token)
+    for rows in (1, 30, 70, 130):
+        asked_and_answered(governor, rows, base, row, token)
+    assert governor.decode_seconds(250) == governor.decode_seconds(130)
+    at_250 = asked_and_answered(governor, 250, base, row, token)
+    assert 0.95 * 1.8 * (base + 250 * row) <= at_250 <= 1.8 * (base + 250 * row)
+    before = base + row * 250
+    for _ in range(15):
+        governor.observe(256, 0, 2 * (base + row * 256))  # the batch is full, and contexts have grown
+    assert governor.decode_seconds(250) == pytest.approx(2 * before, rel=0.05)
+
+
+def test_two_classes_of_rows_an_octave_each_ending_with_its_largest_batch() -> None:
+    classes = [_class_of(rows) for rows in range(1, 1025)]
+    assert classes == sorted(classes)
+    for rows in range(1, 1025):
+        members = [other for other in range(1, 1025) if classes[other - 1] == classes[rows - 1]]
+        assert members[-1] <= 1.5 * members[0]
+    assert _class_of(193) == _class_of(256) < _class_of(257)
+    assert _class_of(129) == _class_of(192) < _class_of(193)
 
 
 def test_no_time_is_no_measurement() -> None:
