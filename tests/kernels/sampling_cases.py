@@ -28,6 +28,13 @@ def with_dtypes(cases):
     return [(case, DTYPES[i % 2]) for i, case in enumerate(cases)]
 
 
+def named(value):
+    """A case's name from its values, whichever cases stand beside it."""
+    if isinstance(value, dict):
+        return "-".join(value) or "plain"
+    return str(value).removeprefix("torch.")
+
+
 def state_of(rows, vocab, **columns):
     """Tables of `rows` + 1 rows; the last one is greedy."""
     defaults = {"temperature": 1.0, "top_k": vocab, "top_p": 1.0, "min_p": 0.0}
@@ -54,7 +61,7 @@ def run_both(logits, state, uniform, rows=None):
     return got, expected
 
 
-@pytest.mark.parametrize(("vocab", "dtype"), with_dtypes([1, 100, 8192, 3001]))
+@pytest.mark.parametrize(("vocab", "dtype"), with_dtypes([1, 100, 8192, 3001]), ids=named)
 def test_greedy_takes_the_first_of_the_largest(vocab, dtype):
     torch.manual_seed(vocab)
     logits = torch.randn(4, vocab + 8, device=DEVICE).to(dtype)[:, :vocab]
@@ -79,7 +86,7 @@ SETTINGS = [
 @pytest.mark.parametrize(
     ("setting", "dtype"),
     with_dtypes(SETTINGS),
-    ids=lambda value: ("-".join(value) or "plain") if isinstance(value, dict) else None,
+    ids=named,
 )
 def test_draws_as_the_reference(setting, dtype):
     vocab = 3001 if dtype == torch.bfloat16 else 8195
