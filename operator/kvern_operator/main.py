@@ -23,7 +23,7 @@ from kvern_operator import __version__, oplog
 from kvern_operator.admin import Prober
 from kvern_operator.api.types import API_VERSION
 from kvern_operator.apply import Executor
-from kvern_operator.autoscale.budgets import BudgetReader, gpus_of_others
+from kvern_operator.autoscale.budgets import BudgetReader, gpus_of_orphans, gpus_of_others
 from kvern_operator.autoscale.loop import Autoscaler
 from kvern_operator.autoscale.scrape import OwnThread, Round, Scraper, Target
 from kvern_operator.config import Config, ConfigError, read_config
@@ -262,7 +262,10 @@ class _Parts:
             BudgetReader(client),
             metrics,
             self.add,
-            unseen=lambda known: gpus_of_others(mirror.keys(), mirror.service, known),
+            unseen=lambda known: {
+                **gpus_of_others(mirror.keys(), mirror.service, known),
+                **gpus_of_orphans(mirror.orphans(), mirror.pods),
+            },
         )
         metrics.show(self._autoscaler.figures)
         controller = Controller(

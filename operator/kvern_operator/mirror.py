@@ -203,6 +203,10 @@ class Mirror:
         """All services."""
         return list(self._services)
 
+    def orphans(self) -> list[Key]:
+        """Services that are gone while pods of theirs are still there."""
+        return [key for key in self._pods if key not in self._services]
+
     def service(self, key: Key) -> Object | None:
         """The resource; None where there is none."""
         found = max(self._services.get(key, {}).values(), key=lambda s: s.version, default=None)

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from kvern_operator.desired.meta import GPU
 from kvern_operator.kube import ApiError, KubeClient
+from kvern_operator.observed import Object
 from kvern_operator.queue import Clock, Key
 
 log = logging.getLogger("kvern.autoscale")
@@ -28,6 +30,19 @@ def gpus_of_others(
         if isinstance(gpus, int) and gpus > 0:
             found[key] = gpus
     return found
+
+
+def gpus_of_orphans(keys: Iterable[Key], pods: Callable[[Key], Iterable[Object]]) -> Mapping[Key, int]:
+    """GPUs of pods whose service has been deleted: they drain, and have them until they end."""
+    found = {key: sum(_gpus(pod) for pod in pods(key)) for key in keys}
+    return {key: gpus for key, gpus in found.items() if gpus > 0}
+
+
+def _gpus(pod: Object) -> int:
+    if pod["status"].get("phase") in ("Succeeded", "Failed") or not pod["spec"].get("nodeName"):
+        return 0
+    limits = (((c.get("resources") or {}).get("limits") or {}) for c in pod["spec"]["containers"])
+    return sum(int(limit.get(GPU, 0)) for limit in limits)
 
 
 class BudgetReader:

@@ -298,7 +298,7 @@ def _resources(spec: InferenceServiceSpec) -> Object:
     # Memory is limited at its request; CPU is not limited: throttling would show as latency.
     limits = {name: value for name, value in requests.items() if name == "memory"}
     if spec.resources.gpus_per_pod:
-        limits["nvidia.com/gpu"] = str(spec.resources.gpus_per_pod)
+        limits[meta.GPU] = str(spec.resources.gpus_per_pod)
     return {name: values for name, values in (("requests", requests), ("limits", limits)) if values}
 
 

@@ -22,6 +22,7 @@ APPLIED = "kvern.dev/applied"
 DRAINING_SINCE = "kvern.dev/draining-since"
 LAYOUT = "kvern.dev/layout"
 GPUS = "kvern.dev/gpus"
+GPU = "nvidia.com/gpu"  # the resource that a device plugin gives
 
 ENGINE, ROUTER, FETCH = "engine", "router", "fetch"
 

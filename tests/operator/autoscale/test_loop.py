@@ -4,7 +4,8 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
-from kvern_operator.autoscale.budgets import gpus_of_others
+from kvern_operator.api.types import KIND
+from kvern_operator.autoscale.budgets import gpus_of_orphans, gpus_of_others
 from kvern_operator.autoscale.latency import Fit
 from kvern_operator.autoscale.layout import Sizes
 from kvern_operator.autoscale.loop import Autoscaler
@@ -12,6 +13,7 @@ from kvern_operator.autoscale.scrape import Round, Target
 from kvern_operator.autoscale.signals import Scrape
 from kvern_operator.autoscale.subject import SeenReplica, Subject
 from kvern_operator.autoscale.terms import Full, Limits
+from kvern_operator.mirror import Mirror
 
 WALL = 1_700_000_000.0
 
@@ -191,6 +193,27 @@ async def test_what_no_pass_has_reached_yet_is_not_given_away():
     assert await space.cycle() == {"one": 2}
     space.put("two", 1, held=1)  # has been reached, and let go
     assert (await space.cycle())["one"] == 5
+
+
+def test_pods_that_drain_after_their_service_was_deleted_have_their_gpus():
+    """An object without a service: its pods are there for as long as they drain."""
+
+    def pod(uid: str, phase: str = "Running", node: str | None = "n1", gpus: str = "2") -> dict:
+        metadata = {"name": uid, "namespace": "team", "uid": uid, "resourceVersion": "1"}
+        metadata["labels"] = {"kvern.dev/service": "gone"}
+        containers = [{"name": "engine", "resources": {"limits": {"nvidia.com/gpu": gpus}}}, {"name": "side"}]
+        spec = {"nodeName": node, "containers": containers}
+        return {"metadata": metadata, "spec": spec, "status": {"phase": phase}}
+
+    mirror = Mirror()
+    for one in (pod("a"), pod("b", gpus="4"), pod("c", phase="Failed"), pod("d", phase="Pending", node=None)):
+        mirror.put("Pod", one)
+    assert gpus_of_orphans(mirror.orphans(), mirror.pods) == {("team", "gone"): 6}
+    mirror.remove("Pod", "b")
+    assert gpus_of_orphans(mirror.orphans(), mirror.pods) == {("team", "gone"): 2}
+    metadata = {"name": "gone", "namespace": "team", "uid": "s", "resourceVersion": "2"}
+    mirror.put(KIND, {"metadata": metadata, "spec": {}})  # of that name again: what it holds is its own
+    assert mirror.orphans() == []
 
 
 async def test_the_figures_of_the_old_size_are_forgotten_when_the_last_replica_has_the_new_one():
