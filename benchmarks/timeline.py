@@ -155,9 +155,9 @@ def longest(found, count):
 
 
 def profile_lines(profile):
-    """The functions that took the host longest."""
+    """The functions that took the host longest, their files without the folders of this machine."""
     text = io.StringIO()
-    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(18)
+    pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(18)
     return [line.strip() for line in text.getvalue().splitlines() if line.strip()][2:26]
 
 

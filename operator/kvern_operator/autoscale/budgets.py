@@ -10,6 +10,7 @@ from kvern_operator.desired.meta import GPU
 from kvern_operator.kube import ApiError, KubeClient
 from kvern_operator.observed import Object
 from kvern_operator.queue import Clock, Key
+from kvern_operator.room import read_claim
 
 log = logging.getLogger("kvern.autoscale")
 
@@ -39,10 +40,8 @@ def gpus_of_orphans(keys: Iterable[Key], pods: Callable[[Key], Iterable[Object]]
 
 
 def _gpus(pod: Object) -> int:
-    if pod["status"].get("phase") in ("Succeeded", "Failed") or not pod["spec"].get("nodeName"):
-        return 0
-    limits = (((c.get("resources") or {}).get("limits") or {}) for c in pod["spec"]["containers"])
-    return sum(int(limit.get(GPU, 0)) for limit in limits)
+    claim = read_claim(pod)
+    return int(claim.requests.get(GPU, 0)) if claim is not None and claim.node else 0
 
 
 class BudgetReader:
