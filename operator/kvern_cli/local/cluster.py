@@ -149,7 +149,7 @@ class LocalCluster:
 
     def _make_launch(self, template: Object, component: str, held: "_Held") -> tuple[Launch, dict[str, int]]:
         container = container_of(template)
-        wanted = int(container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0))
+        wanted = int(container.get("resources", {}).get("limits", {}).get(meta.GPU, 0))
         gpus: tuple[int, ...] | None = ()
         if wanted and self.machine.gpus:
             gpus = self._gpus.take(wanted)
