@@ -308,9 +308,11 @@ def main():
     ap.add_argument("--up", action="store_true", help="behind kvern up: the manifest changes, and streams see a router")
     ap.add_argument("--kill", help="in the end, kill a rank in this phase of a switch, such as Resharding")
     ap.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="sim tries the benchmark itself")
-    ap.add_argument("--flags", nargs="*", default=[], help="more flags of kvern serve, without dashes: NAME=VALUE")
+    ap.add_argument(
+        "--flags", nargs="*", default=[], help="more flags of kvern serve, without dashes: NAME or NAME=VALUE"
+    )
     a = ap.parse_args()
-    flags = [word for flag in a.flags for word in (f"--{flag.partition('=')[0]}", flag.partition("=")[2])]
+    flags = [word for flag in a.flags for word in f"--{flag}".split("=", 1)]
     commit = os.environ.get("KVERN_COMMIT", "")
     commit = (
         commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
@@ -318,7 +320,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder, a.out.open("a") as out:
 
         def write(line):
-            line = {"engine": ("kvern-bf16" if a.device == "cuda" else "sim") + "-up" * a.up, **line, "commit": commit}
+            engine = ("kvern-bf16" if a.device == "cuda" else "sim") + "-up" * a.up
+            line = {"engine": engine, **({"flags": a.flags} if a.flags else {}), **line, "commit": commit}
             out.write(json.dumps(line) + "\n")
             out.flush()
             print(json.dumps(line), flush=True)

@@ -72,13 +72,13 @@ def feasible_layouts(
     model: ModelConfig, config: EngineConfig, ready: WorkerReady, host_kv: int | None = None
 ) -> dict[int, int]:
     """Tensor parallel size -> tokens of KV cache of all engines that the pod's devices would then make up. A size at
-    which the longest sequence has no room is not feasible."""
+    which the longest sequence has no room is not feasible, nor one at which `batch_invariant` would not hold."""
     layout = Layout.of(config)
     memory = rank_memory(config, layout, ready, host_kv)
     found = {}
     for size in feasible_tensor_sizes(model, layout.world // layout.pipeline):
         engines, rest = divmod(layout.world, size * layout.pipeline)
-        if rest:
+        if rest or (config.batch_invariant and size > 2):  # see EngineConfig
             continue
         if size == layout.tensor or config.num_gpu_blocks_override is not None:
             tokens = ready.num_blocks * ready.block_size

@@ -207,7 +207,11 @@ class EngineConfig(BaseModel):
     )
     async_scheduling: bool = _flag(True, "Plan the next step while the device computes this one.", "Execution")
     enforce_eager: bool = _flag(False, "Never use CUDA graphs.", "Execution")
-    batch_invariant: bool = _flag(False, "Results of a request do not depend on what runs beside it.", "Execution")
+    batch_invariant: bool = _flag(
+        False,
+        "Results do not depend on what else runs, nor, on GPUs, on whether one or two ranks compute them.",
+        "Execution",
+    )
     seed: int = _flag(0, "Base of the seeds of requests that bring none.", "Execution")
     quantization: Literal["fp8", "fp8_per_tensor", "fp8_per_channel"] | None = _flag(
         None,

@@ -244,9 +244,11 @@ def decode_attention(
     kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = heads // kv_heads
     multiprocessors = sm_count(q.device)
-    few = rows * kv_heads <= multiprocessors
+    # How a context is cut must not follow from how many heads this rank has.
+    programs = rows if meta.each_alone else rows * kv_heads
+    few = programs <= multiprocessors
     tiles = tiles or choose_tiles(dim, kv.element_size(), group * query_len, few)
-    min_tokens = min_tokens or split_kv.min_split_tokens(rows * kv_heads, multiprocessors)
+    min_tokens = min_tokens or split_kv.min_split_tokens(programs, multiprocessors)
     splits = splits or meta.max_splits or split_kv.choose_splits(meta.max_seq_len, min_tokens)
     work = _workspace(meta, q, rows, splits, query_len)
     min_tiles = split_kv.ceil_div(min_tokens, tiles.block_n)

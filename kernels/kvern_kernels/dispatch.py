@@ -29,6 +29,7 @@ from .decode_inputs import DecodeInputs
 from .each_alone import attend_each_alone
 from .fp8 import Fp8Weight, ScaledRows
 from .int8 import Int8Weight
+from .invariant_gemm import invariant_linear as plain_invariant_linear
 from .metadata import AttentionMetadata
 from .sampling import SamplingTables
 
@@ -165,6 +166,15 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
         if hopper_product.gates(x, weight):
             return hopper_product.gated_linear(x, weight)
     return silu_and_mul(_linear(x, weight))
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: int) -> Tensor:
+    """`x` [T, K] times `weight` [N, K] transposed plus `bias` [N], added up in one order; see `invariant_gemm.py`."""
+    if _triton(x):
+        from . import invariant_gemm_triton
+
+        return invariant_gemm_triton.invariant_linear(x, weight, bias, pieces)
+    return plain_invariant_linear(x, weight, bias, pieces)
 
 
 def add_linear(x: Tensor, weight: Tensor, residual: Tensor) -> bool:

@@ -72,8 +72,8 @@ class AttentionMetadata:
     `workspace` is the scratch memory of split-KV decode; graphs that never run at once share one (None: allocated).
     `max_splits` fixes the number of KV splits at capture, see `split_kv.choose_splits` (None: from `max_seq_len`).
     `device_rows`: in a captured step with prompts, where `num_decodes` is not known; R is then at most T.
-    `each_alone`: rows, of one query token each, must not influence each other's last bits (`each_alone.py`; a GPU's
-    decode kernel treats them so, given a fixed number of rows and `max_seq_len`).
+    `each_alone`: rows, of one query token each, must not influence each other's last bits, nor may the number of heads
+    (`each_alone.py`; a GPU's decode kernel treats them so, given a fixed number of rows and `max_seq_len`).
     """
 
     query_start: Tensor

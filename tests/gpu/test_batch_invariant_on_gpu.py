@@ -55,6 +55,15 @@ def exact(result: RequestOutput) -> Any:
     return [c.token_ids for c in result.outputs], [c.logprobs for c in result.outputs], result.prompt_logprobs
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_rank_and_two(tmp_path: Path, dtype: str) -> None:
+    with engine(tmp_path, dtype=dtype) as llm:
+        alone = answers(llm, 0)
+    with engine(tmp_path, dtype=dtype, tensor_parallel_size=2) as llm:
+        assert answers(llm, 20) == alone
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"dtype": "bfloat16"}, {"dtype": "float32"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}],

@@ -78,6 +78,25 @@ def test_streams_go_on_between_two_gpus(model: str, tmp_path: Path, eager: bool)
 
 
 @two
+def test_text_in_bfloat16_is_that_of_no_switch(model: str, tmp_path: Path) -> None:
+    """Of an engine of one GPU that nobody switched, to the last token: `batch_invariant` gives sums one order."""
+    fields = {"dtype": "bfloat16", "batch_invariant": True}
+    expected = left_alone(config(model, 1, 1, **fields), requests(6, tokens=200))
+    torch.cuda.empty_cache()
+    pod = SwitchingPod(config(model, 2, 1, **fields), tmp_path, count=2, tight=True, method="spawn")
+    try:
+        for i, request in enumerate(requests(6, tokens=200)):
+            pod.add(i % 2, request)
+        for tensor in (2, 1, 2, 1):
+            pod.steps(20)
+            assert pod.switch(tensor).recomputed == 0
+        pod.run()
+        assert pod.tokens() == expected
+    finally:
+        pod.close()
+
+
+@two
 def test_the_arena_is_made_anew_without_a_bound(model: str, tmp_path: Path) -> None:
     """Sized from the card's memory, there and back: nothing leaks from switch to switch."""
     fields = {"num_gpu_blocks_override": None, "gpu_memory_utilization": 0.8, "max_num_batched_tokens": 512}

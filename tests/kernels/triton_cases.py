@@ -25,6 +25,8 @@ from kvern_kernels import (
     attention_triton,
     fp8,
     fp8_triton,
+    invariant_gemm,
+    invariant_gemm_triton,
     norm,
     norm_triton,
     rotary,
@@ -40,6 +42,8 @@ from kvern_kernels.prefill_attention_triton import PrefillTiles, prefill_attenti
 torch.set_num_threads(1)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FULL = DEVICE == "cuda" or os.environ.get("KVERN_TEST_FULL") == "1"
+# The interpreter has no products of bfloat16.
+PRODUCTS = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -386,6 +390,40 @@ def test_linear_parts(rows, inner, columns, splits):
     parts = small_gemm_triton.linear_parts(x, weight, tiles)
     assert parts.shape == (splits, rows, columns) and parts.dtype == torch.float32
     torch.testing.assert_close(parts.sum(0), x.float() @ weight.float().T, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", PRODUCTS)
+@pytest.mark.parametrize(("rows", "inner", "columns", "pieces"), [(1, 64, 48, 1), (5, 100, 40, 2), (130, 256, 70, 2)])
+def test_invariant_linear(rows, inner, columns, pieces, dtype):
+    torch.manual_seed(inner)
+    x = torch.randn(rows, inner + 8, dtype=dtype, device=DEVICE)[:, :inner]
+    weight = torch.randn(columns, inner, dtype=dtype, device=DEVICE) * inner**-0.5
+    bias = torch.randn(columns, dtype=dtype, device=DEVICE)
+    for given in (bias, None):
+        got = invariant_gemm_triton.invariant_linear(x, weight, given, pieces)
+        close(got, invariant_gemm.invariant_linear(x, weight, given, pieces))
+        exact = x.double() @ weight.double().T + (0 if given is None else given.double())
+        close(got, exact.to(dtype))
+    assert invariant_gemm_triton.invariant_linear(x[:0], weight, bias, pieces).shape == (0, columns)
+
+
+@pytest.mark.parametrize("dtype", PRODUCTS)
+def test_invariant_products_of_one_rank_are_those_of_two(dtype):
+    """To the last bit: each rank has half of the outputs, or half of the inputs of which shares are added up."""
+    torch.manual_seed(0)
+    product = invariant_gemm_triton.invariant_linear
+    x = torch.randn(128, 1024 + 4096 * FULL, dtype=dtype, device=DEVICE)
+    weight = torch.randn(256 + 768 * FULL, x.shape[1], dtype=dtype, device=DEVICE)
+    for pieces in (1, 2):
+        whole = product(x, weight, None, pieces)
+        halves = [product(x, half.contiguous(), None, pieces) for half in weight.chunk(2)]
+        assert torch.equal(torch.cat(halves, 1), whole)
+        assert torch.equal(product(x[:7], weight, None, pieces), whole[:7])
+    shares = [
+        product(a.contiguous(), b.contiguous(), None, 1) for a, b in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)
+    ]
+    assert torch.equal((shares[0].float() + shares[1].float()).to(dtype), whole)
+    assert not torch.equal(product(x, weight, None, 1), whole) or dtype == torch.float32
 
 
 @pytest.mark.parametrize(("rows", "inner", "width"), [(1, 64, 48), (5, 100, 20), (70, 32, 16)])

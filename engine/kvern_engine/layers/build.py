@@ -12,7 +12,7 @@ from kvern_engine.parallel.layout import ModelShard
 @dataclass(frozen=True)
 class Build:
     """`shard` is the part of the model that this rank of `group` holds; `longest` is the longest sequence it will
-    see."""
+    see; `invariant`: numbers must depend neither on the batch nor on whether there are one or two ranks."""
 
     config: ModelConfig
     shard: ModelShard
@@ -20,6 +20,7 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     longest: int
+    invariant: bool = False
 
     def on(self, device: torch.device) -> "Build":
         """The same on another device."""
@@ -28,13 +29,30 @@ class Build:
     @property
     def in_parts(self) -> bool:
         """Nobody but the next norm reads what a branch of a layer gives, which may thus come in parts."""
-        return self.group.size == 1 and self.shard.is_last
+        return self.group.size == 1 and self.shard.is_last and not self.pieces
 
     @property
     def sums_in_norm(self) -> bool:
         """The same, of ranks: what a branch gives is each rank's own share, which the next norm sums."""
         width, dtype = self.config.hidden_size, self.dtype
-        return self.group.size > 1 and self.shard.is_last and self.group.sums_in_norm(width, dtype)
+        if self.group.size == 1 or not self.shard.is_last or self.pieces:
+            return False
+        return self.group.sums_in_norm(width, dtype)
+
+    @property
+    def pieces(self) -> int:
+        """`Linear.pieces` of a layer whose inputs the ranks share; 0 but for invariant numbers on a GPU.
+
+        There are two in all, so that one rank adds up what two would. (On a CPU `worker/invariant.py` is enough for
+        one size, and nothing is promised from one to the other.)"""
+        if not self.invariant or self.device.type != "cuda":
+            return 0
+        return max(1, 2 // self.group.size)
+
+    @property
+    def output_pieces(self) -> int:
+        """The same of a layer whose outputs they share."""
+        return min(self.pieces, 1)
 
     def window(self, layer: int) -> int | None:
         """The window of a layer; None too where no sequence is longer."""

@@ -20,6 +20,7 @@ from kvern_kernels import (
     fp8_linear_parts,
     gated_linear,
     int8_linear,
+    invariant_linear,
     largest_of,
     linear_parts,
     restore_rows,
@@ -49,6 +50,8 @@ class Linear:
     """A linear layer. `weight` [out_features, in_features], `bias` [out_features] or None; filled by the loader.
 
     One that comes in FP8 (`fp8`) also has `scales` [out_features] float32 of its outputs, and needs `quantize_fp8`.
+
+    `pieces`: sums are made in one order, in so many pieces (`kvern_kernels.invariant_linear`); 0: as is fastest.
     """
 
     __slots__ = (
@@ -56,6 +59,7 @@ class Linear:
         "_fp8",
         "_int8",
         "_packed",
+        "_pieces",
         "_transposed",
         "bias",
         "in_features",
@@ -73,8 +77,9 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         fp8: bool = False,
+        pieces: int = 0,
     ) -> None:
-        self.in_features, self.out_features, self._dtype = in_features, out_features, dtype
+        self.in_features, self.out_features, self._dtype, self._pieces = in_features, out_features, dtype, pieces
         stored = torch.float8_e4m3fn if fp8 else dtype
         self.weight: Tensor = torch.empty(out_features, in_features, dtype=stored, device=device)
         self.scales: Tensor | None = torch.ones(out_features, dtype=torch.float32, device=device) if fp8 else None
@@ -85,18 +90,20 @@ class Linear:
         self._int8: Int8Weight | None = None
 
     @classmethod
-    def sharing(cls, weight: Tensor) -> "Linear":
+    def sharing(cls, weight: Tensor, pieces: int = 0) -> "Linear":
         """A layer without bias over the weights of another one (a tied LM head). `weight` [out, in]."""
         layer = cls.__new__(cls)
         layer.out_features, layer.in_features = weight.shape
         layer.weight, layer.bias, layer._transposed, layer._packed = weight, None, None, None
-        layer._fp8, layer._int8, layer.scales, layer._dtype = None, None, None, weight.dtype
+        layer._fp8, layer._int8, layer.scales, layer._dtype, layer._pieces = None, None, None, weight.dtype, pieces
         return layer
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [T, in_features] -> [T, out_features], same dtype."""
         if self._int8 is not None and x.shape[0] <= INT8_ROWS:
             return int8_linear(x, self._int8)
+        if self._pieces:
+            return invariant_linear(x, self.weight, self.bias, self._pieces)
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         if x.shape[0] <= _STREAM_ROWS:
@@ -113,19 +120,22 @@ class Linear:
     def parts(self, x: Tensor) -> Tensor:
         """As a call, for an operation that adds up parts: maybe [P, T, out_features] float32, see
         `kvern_kernels.linear_parts`."""
-        return self(x) if self.bias is not None or self._packed is not None else linear_parts(x, self.weight)
+        return linear_parts(x, self.weight) if self._is_plain else self(x)
 
     def before_norm(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """As `parts`, for the norm that adds it to `residual` [T, out_features]; None: it has been added."""
-        if self.bias is None and self._packed is None and add_linear(x, self.weight, residual):
+        if self._is_plain and add_linear(x, self.weight, residual):
             return None
         return self.parts(x)
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up of `x` [T, in_features], where the layer gives gate | up: [T, out_features / 2]."""
-        if self.bias is not None or self._packed is not None:
-            return silu_and_mul(self(x))
-        return gated_linear(x, self.weight)
+        return gated_linear(x, self.weight) if self._is_plain else silu_and_mul(self(x))
+
+    @property
+    def _is_plain(self) -> bool:
+        """A product with `weight` and no more, in whatever way is fastest."""
+        return self.bias is None and self._packed is None and not self._pieces
 
     @property
     def stored(self) -> Tensor | Fp8Weight:

@@ -41,9 +41,11 @@ class GatedMLP:
         self._scales_of_rows = config.fp8 is not None and config.fp8.per_channel
         hidden, inner, bias, fp8 = config.hidden_size, self.inner.size, config.mlp_bias, config.fp8 is not None
         dtype, device = build.dtype, build.device
-        self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype, device=device, fp8=fp8)
+        self.gate_up_proj = Linear(
+            hidden, 2 * inner, bias=bias, dtype=dtype, device=device, fp8=fp8, pieces=build.output_pieces
+        )
         down_bias = bias and build.group.rank == 0
-        self.down_proj = Linear(inner, hidden, bias=down_bias, dtype=dtype, device=device, fp8=fp8)
+        self.down_proj = Linear(inner, hidden, bias=down_bias, dtype=dtype, device=device, fp8=fp8, pieces=build.pieces)
         clear_padding(self.gate_up_proj, self.inner)
         clear_padding(self.down_proj, self.inner)
 
@@ -97,9 +99,13 @@ class PlainMLP:
         self.inner, self._group = build.shard.inner, build.group
         self._act = activation(config.hidden_act)
         hidden, bias = config.hidden_size, config.mlp_bias
-        self.up_proj = Linear(hidden, self.inner.size, bias=bias, dtype=dtype, device=device)
+        self.up_proj = Linear(
+            hidden, self.inner.size, bias=bias, dtype=dtype, device=device, pieces=build.output_pieces
+        )
         down_bias = bias and build.group.rank == 0
-        self.down_proj = Linear(self.inner.size, hidden, bias=down_bias, dtype=dtype, device=device)
+        self.down_proj = Linear(
+            self.inner.size, hidden, bias=down_bias, dtype=dtype, device=device, pieces=build.pieces
+        )
         clear_padding(self.up_proj, self.inner)
         clear_padding(self.down_proj, self.inner)
 

@@ -31,9 +31,17 @@ class SelfAttention:
             dtype=build.dtype,
             device=build.device,
             fp8=fp8,
+            pieces=build.output_pieces,
         )
-        out_bias = config.attention_out_bias and group.rank == 0
-        self.o_proj = Linear(self._q.size, hidden, bias=out_bias, dtype=build.dtype, device=build.device, fp8=fp8)
+        self.o_proj = Linear(
+            self._q.size,
+            hidden,
+            bias=config.attention_out_bias and group.rank == 0,
+            dtype=build.dtype,
+            device=build.device,
+            fp8=fp8,
+            pieces=build.pieces,
+        )
         self._kv_scale = torch.ones(2, dtype=torch.float32, device=build.device)  # of K and V, from the checkpoint
         self.attention = Attention(
             shard.heads.size,

@@ -64,8 +64,8 @@ class DecoderLayer(Protocol):
 
 class DecoderLM:
     """The model, or the part of it that this rank of `parallel` holds (`shard`). `max_positions` is the longest
-    sequence it will see. `host_layers` are built in the host's memory (`worker/offload.py`). Raises ValueError where
-    the layout does not fit the model, or for a constant it does not know.
+    sequence it will see. `host_layers` are built in the host's memory (`worker/offload.py`). `invariant`: see `Build`.
+    Raises ValueError where the layout does not fit the model, or for a constant it does not know.
     """
 
     layer_class: ClassVar[type[DecoderLayer]]
@@ -90,13 +90,14 @@ class DecoderLM:
         device: torch.device,
         parallel: ParallelContext | None = None,
         host_layers: Collection[int] = (),
+        invariant: bool = False,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.make_tables(max_positions)  # first: it refuses what it does not know before memory is taken
         parallel = parallel or ParallelContext.single()
         self._group = group = parallel.tensor
         self.shard = shard = parallel.shard(config)
-        self.build = build = Build(config, shard, group, dtype, device, max_positions)
+        self.build = build = Build(config, shard, group, dtype, device, max_positions, invariant)
         hidden = config.hidden_size
         if shard.is_first:
             self.embed_tokens = Embedding(shard.vocab, hidden, group, dtype=dtype, device=device)
@@ -105,10 +106,11 @@ class DecoderLM:
         if shard.is_last:
             self.norm = self.norm_class(hidden, config.rms_norm_eps, dtype=dtype, device=device)
             if config.tie_word_embeddings and self.embed_tokens is not None:
-                self.lm_head = Linear.sharing(self.embed_tokens.weight)
+                self.lm_head = Linear.sharing(self.embed_tokens.weight, build.output_pieces)
             else:
                 fp8 = config.fp8 is not None and config.fp8.head
-                self.lm_head = Linear(hidden, shard.vocab.size, dtype=dtype, device=device, fp8=fp8)
+                pieces = build.output_pieces
+                self.lm_head = Linear(hidden, shard.vocab.size, dtype=dtype, device=device, fp8=fp8, pieces=pieces)
                 clear_padding(self.lm_head, shard.vocab)
 
     # ------------------------------------------------------------ what a family may compute in another way

@@ -109,9 +109,16 @@ class GPT2LMHeadModel(DecoderLM):
         device: torch.device,
         parallel: ParallelContext | None = None,
         host_layers: Collection[int] = (),
+        invariant: bool = False,
     ) -> None:
         super().__init__(
-            config, max_positions=max_positions, dtype=dtype, device=device, parallel=parallel, host_layers=host_layers
+            config,
+            max_positions=max_positions,
+            dtype=dtype,
+            device=device,
+            parallel=parallel,
+            host_layers=host_layers,
+            invariant=invariant,
         )
         if self.shard.is_first:
             shape = config.max_position_embeddings, config.hidden_size

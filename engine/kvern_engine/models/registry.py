@@ -46,6 +46,7 @@ class CausalLM(Protocol):
         device: torch.device,
         parallel: ParallelContext | None = None,
         host_layers: Collection[int] = (),
+        invariant: bool = False,
     ) -> None: ...
 
     def forward(

@@ -346,7 +346,12 @@ def _beside(before: Worker, after: Layout, context: ParallelContext) -> Worker:
     made.groups = before.groups
     config = before.model.config
     made.model = model_class(config.architecture)(
-        config, max_positions=made.max_model_len, dtype=before.model.dtype, device=made.device, parallel=context
+        config,
+        max_positions=made.max_model_len,
+        dtype=before.model.dtype,
+        device=made.device,
+        parallel=context,
+        invariant=made.config.batch_invariant,
     )
     made.tables = RowTables(
         max_num_seqs=made.step_limits.max_num_seqs,

@@ -82,6 +82,7 @@ def _one_layer(worker: "Worker", layout: Layout, like: TensorGroup | None) -> Ca
         dtype=worker.model.dtype,
         device=worker.device,
         parallel=ParallelContext(layout, worker.rank, group),
+        invariant=worker.config.batch_invariant,
     )
     random_weights(model, 0)
     return model
@@ -99,9 +100,9 @@ def _run(worker: "Worker", model: CausalLM) -> None:
         device=worker.device,
     )
     layer = torch.zeros(2, heads, 1, size, head_dim, dtype=model.dtype, device=worker.device)
-    runner = Runner(model, tables, [layer], tokens)
+    runner = Runner(model, tables, [layer], tokens, invariant=worker.config.batch_invariant)
     runner.execute(profile_plan(tokens, limits.max_num_seqs, worker.max_model_len, size)).result()
-    if worker.device.type == "cuda" and model.capturable:
+    if worker._use_graphs:
         decode, mixed = runner.add_graphs()
         decode.capture([rows for rows in _DECODES if rows in decode.sizes])
         mixed.capture(mixed.sizes[:: max(1, len(mixed.sizes) // _MIXED)])

@@ -302,6 +302,7 @@ class Worker:
             device=self.device,
             parallel=self.parallel,
             host_layers=plan.layers,
+            invariant=self.config.batch_invariant,
         )
         if self.config.load_format == "dummy":
             size = random_weights(self.model, self.config.seed)

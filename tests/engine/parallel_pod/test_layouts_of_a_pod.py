@@ -52,6 +52,11 @@ def test_a_size_without_room_for_the_longest_sequence_is_not_feasible() -> None:
     assert feasible_layouts(model, config, ready) == {4: 16_000}
 
 
+def test_batch_invariance_knows_two_ranks_at_most() -> None:
+    config = EngineConfig(model="sim", device="sim", data_parallel_size=8, batch_invariant=True)
+    assert sorted(feasible_layouts(model_shape(config), config, sim_engine(config))) == [1, 2]
+
+
 def test_on_a_cpu_no_more_is_counted_than_can_be_used() -> None:
     config = EngineConfig(model="m", device="cpu", tensor_parallel_size=2)
     model = read_model_config(resolve_model(TINY))

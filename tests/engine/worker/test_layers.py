@@ -1,6 +1,8 @@
 """Layers and tables on their own: CPU layouts of a linear layer, rotary scalings, row state, uploads, the registry."""
 
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,13 +11,19 @@ import torch.nn.functional as F
 from worker_harness import FixedRunner, plan
 
 from kvern_engine.core.plan import AddedRow, RowSampling
+from kvern_engine.layers.build import Build
 from kvern_engine.layers.linear import Linear, padded_rows
 from kvern_engine.layers.rotary import cos_sin_table
+from kvern_engine.loading.config import read_model_config
+from kvern_engine.loading.resolve import resolve_model
+from kvern_engine.parallel.groups import TensorGroup
+from kvern_engine.parallel.layout import ModelShard
 from kvern_engine.worker.batch import BatchBuilder
 from kvern_engine.worker.staging import Staging, offsets
 from kvern_engine.worker.tables import Feature, RowTables, features_of
 
 CPU = torch.device("cpu")
+TINY = str(Path(__file__).parents[1] / "models_data" / "tiny-kjv")
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -185,3 +193,15 @@ def test_upload_offsets_and_cpu_views() -> None:
     (view,) = Staging(CPU, 64).upload(array)
     array[1] = 9
     assert view.tolist() == [0, 9, 2]
+
+
+@pytest.mark.parametrize(("ranks", "inputs", "outputs"), [(1, 2, 1), (2, 1, 1), (4, 1, 1)])
+def test_two_pieces_in_all_where_numbers_are_invariant(ranks: int, inputs: int, outputs: int) -> None:
+    model = read_model_config(resolve_model(TINY))
+    shard = ModelShard.whole(model)
+    build = Build(model, shard, TensorGroup(ranks), torch.bfloat16, torch.device("cuda"), 64, invariant=True)
+    assert (build.pieces, build.output_pieces) == (inputs, outputs)
+    assert not build.in_parts and not build.sums_in_norm
+    for other in (build.on(torch.device("cpu")), replace(build, invariant=False)):
+        assert (other.pieces, other.output_pieces) == (0, 0)
+    assert replace(build, group=TensorGroup(), invariant=False).in_parts
