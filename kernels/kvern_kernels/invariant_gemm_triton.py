@@ -25,7 +25,9 @@ def _product_kernel(
     columns,
     x_stride,
     INNER: tl.constexpr,
-    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    SIZE: tl.constexpr,
+    EVEN: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -39,19 +41,18 @@ def _product_kernel(
     x = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     w = w_ptr + n.to(tl.int64)[None, :] * INNER + k[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.static_range(0, INNER, PIECE):
-        end: tl.constexpr = min(start + PIECE, INNER)
+    for piece in tl.static_range(PIECES):
+        end = tl.minimum((piece + 1) * SIZE, INNER)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for step in range(start, end, BLOCK_K):
-            if (end - start) % BLOCK_K == 0:
+        for step in range(piece * SIZE, end, BLOCK_K):
+            if EVEN:
                 x_tile = tl.load(x + step, mask=inside_m, other=0.0)
                 w_tile = tl.load(w + step, mask=inside_n, other=0.0)
             else:
-                left = end - step
-                x_tile = tl.load(x + step, mask=inside_m & (k < left)[None, :], other=0.0)
-                w_tile = tl.load(w + step, mask=inside_n & (k < left)[:, None], other=0.0)
+                x_tile = tl.load(x + step, mask=inside_m & (k < end - step)[None, :], other=0.0)
+                w_tile = tl.load(w + step, mask=inside_n & (k < end - step)[:, None], other=0.0)
             acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
-        if BIAS and start == 0:
+        if BIAS and piece == 0:
             acc += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
         total += acc.to(out_ptr.dtype.element_ty).to(tl.float32)
     out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
@@ -64,7 +65,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: int
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    single = x.element_size() == 4
+    single, size = x.element_size() == 4, piece_size(inner, pieces)
     block_n, block_k = (32, 32) if single else (64, 64)
     _product_kernel[(triton.cdiv(columns, block_n), triton.cdiv(rows, _ROWS))](
         x,
@@ -75,7 +76,9 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: int
         columns,
         x.stride(0),
         INNER=inner,
-        PIECE=piece_size(inner, pieces),
+        PIECES=pieces,
+        SIZE=size,
+        EVEN=size * pieces == inner and size % block_k == 0,
         BIAS=bias is not None,
         PRECISION="ieee" if single else "tf32",
         BLOCK_M=_ROWS,
