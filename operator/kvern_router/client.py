@@ -21,6 +21,7 @@ import httptools
 from kvern_router.errors import RouterError, bad_request
 from kvern_router.exchange import Exchange
 from kvern_router.http1 import CONTINUE, Request, check_head, reason, response_head, too_large
+from kvern_router.listener import has_unread
 
 if TYPE_CHECKING:
     from kvern_router.router import Router
@@ -454,12 +455,13 @@ class ClientConnection(asyncio.Protocol):
             if now - since > settings.upload_timeout or now - began > settings.body_timeout:
                 limit = f"{settings.upload_timeout:g} s without a byte, {settings.body_timeout:g} s in all"
                 self._reject(bad_request(f"The request did not arrive in time ({limit})", status=408))
-        elif now - self._idle_since > settings.keep_alive:
-            self._close()
+        else:
+            self.close_if_idle(settings.keep_alive)
 
-    def close_if_idle(self) -> None:
-        """For a drain: a connection without a request is closed now, another after its answer."""
-        if not self.unfinished:
+    def close_if_idle(self, seconds: float = 0.0) -> None:
+        """Close a connection that has been without a request for so long; one that has just come is not overlooked."""
+        idle = not self.unfinished and self._loop.time() - self._idle_since >= seconds
+        if idle and self._transport is not None and not has_unread(self._transport.get_extra_info("socket")):
             self._close()
 
     def _too_many_connections(self) -> RouterError:

@@ -12,10 +12,12 @@ from typing import Any
 from kvern_router.accesslog import AccessLog
 from kvern_router.auth import ApiKeys
 from kvern_router.client import ClientConnection
+from kvern_router.ending import Ending
 from kvern_router.errors import RouterError, bad_request
 from kvern_router.exchange import Exchange
 from kvern_router.fleet import Fleet, Replica
 from kvern_router.http1 import Request
+from kvern_router.listener import close_listener
 from kvern_router.lookup import Lookup
 from kvern_router.metrics import CONTENT_TYPE, RouterMetrics
 from kvern_router.peers import PATH as PEERS_PATH
@@ -28,6 +30,7 @@ from kvern_router.tenants import Tenants
 log = logging.getLogger("kvern.router")
 BACKLOG = 4096
 SWEEP_SECONDS = 1.0
+DRAIN_POLL_SECONDS = 0.05
 FIRST_LOOK_SECONDS = 0.5  # at most, for the listed replicas to say whether they are ready, before clients are let in
 Answer = tuple[int, bytes, bytes]  # status, content type, body
 
@@ -48,7 +51,7 @@ class Router:
         self._peers = Peers(self._tenants, self._keys, settings.connect_timeout)
         self._server: asyncio.Server | None = None
         self._admin_server: asyncio.Server | None = None
-        self._ended = asyncio.Event()  # some request has
+        self._last_arrival = 0.0  # of a request for a replica, loop time
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -71,7 +74,7 @@ class Router:
                 await self.fleet.looked.wait()
         self._tasks.append(loop.create_task(Lookup(self.fleet).run()))
         host, port = self.settings.listen
-        self._server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=BACKLOG)
+        self._server = await loop.create_server(self._client, host, port, backlog=BACKLOG)
         if self.settings.metrics_listen is not None:
             host, port = self.settings.metrics_listen
             self._admin_server = await loop.create_server(lambda: ClientConnection(self, admin=True), host, port)
@@ -87,26 +90,24 @@ class Router:
         return _address(self._admin_server or self._server)
 
     async def drain(self) -> bool:
-        """Stop accepting, finish what runs, close. Returns whether everything finished within the drain timeout."""
+        """Finish what runs and what still comes, close, as ending.py decides. Returns whether everything finished
+        within the drain timeout. From now on every answer says Connection: close."""
+        settings, time = self.settings, asyncio.get_running_loop().time
+        ending = Ending(settings.shutdown_delay, settings.drain_timeout, settings.drain_idle)
         self.draining = True
-        log.info("draining: %d requests under way, up to %g s", len(self._exchanges()), self.settings.drain_timeout)
-        deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout
-        # Requests that are on their way already are answered, with Connection: close.
-        await asyncio.sleep(max(0.05, self.settings.shutdown_delay))
-        if self._server is not None:
-            self._server.close()
-        await asyncio.sleep(0.05)
-        for client in list(self.clients):
-            client.close_if_idle()
-        while any(c.unfinished for c in self.clients) and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
-            self._ended.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, 0.1)):  # uploads end without the event
-                    await self._ended.wait()
+        began = self._last_arrival = time()
+        log.info("draining: %d requests under way, up to %g s", len(self._exchanges()), settings.drain_timeout)
+        await asyncio.sleep(DRAIN_POLL_SECONDS)  # what is on its way already is answered in any case
+        while not ending.over(time() - began, time() - self._last_arrival, len(self.clients)):
+            if not ending.accepts(time() - began):
+                await close_listener(self._server, self._client)
+            for client in list(self.clients):
+                client.close_if_idle(ending.idle_seconds)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
         left = self._exchanges()
         if left:
             log.warning("drain timeout: %d requests are ended", len(left))
-            message = f"The router is shutting down and waited {self.settings.drain_timeout:g} s (drain-timeout)"
+            message = f"The router is shutting down and waited {settings.drain_timeout:g} s (drain-timeout)"
             for exchange in left:
                 exchange.interrupt(RouterError(503, message, code="draining", retry_after=1))
         await self.close()
@@ -114,8 +115,7 @@ class Router:
 
     async def close(self) -> None:
         """Close everything; answers that are written get a moment to reach their clients."""
-        if self._server is not None:
-            self._server.close()
+        await close_listener(self._server, self._client)
         for _ in range(50):
             for client in list(self.clients):
                 client.close_if_idle()
@@ -170,13 +170,13 @@ class Router:
 
     def admit(self, request: Request) -> None:
         """Whether the request may go on to a replica. Raises RouterError (429)."""
+        self._last_arrival = asyncio.get_running_loop().time()
         if request.method == b"POST":
             request.use, request.extra = self._tenants.admit(request.tenant, request.size)
 
     def account(self, request: Request, peer: bytes, status: int, summary: dict[str, Any]) -> None:
         """Count and log a request that has ended."""
         self.metrics.finished(status)
-        self._ended.set()
         if self._access_log is None:
             return
         now = asyncio.get_running_loop().time()
@@ -195,6 +195,9 @@ class Router:
         )
 
     # inside
+
+    def _client(self) -> ClientConnection:
+        return ClientConnection(self)
 
     def _ready(self) -> Answer:
         if self.draining:
