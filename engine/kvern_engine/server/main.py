@@ -5,6 +5,7 @@ last engine has died, until the supervisor ends it.
 """
 
 import asyncio
+import functools
 import gc
 import logging
 import signal
@@ -36,6 +37,9 @@ from kvern_engine.tokenizer import load_tokenizer
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
+# With no router in front: who keeps idle connections (httpx 5 s, aiohttp 15 s) never meets one that was just closed;
+# who still connects after a minute was not sent here by a Service.
+_IDLE_SECONDS, _ACCEPT_SECONDS = 20.0, 60.0
 # How long a thread that tokenizes or renders may make the event loop wait; Python's own 5 ms would be seen in streams.
 _SWITCH_SECONDS = 0.0005
 
@@ -190,13 +194,17 @@ class Terminator:
     async def drain(self) -> None:
         config, lifecycle, metrics = self._state.config, self._state.lifecycle, self._state.metrics
         lifecycle.terminating = True
+        for server in self._servers:
+            server.leaving = True
         log.info("draining", extra=fields(in_flight=metrics.own_in_flight()))
         await self._wait(config.shutdown_grace_seconds, lambda: False)
-        lifecycle.refusing = True
         # One deadline: what the admin port has let drain before has used up a part of it.
         left = max(config.drain_timeout_seconds - lifecycle.drain_flag.age(), 0.0)
         # A little before the limit, so that cut streams still get their error event.
         limit = max(left - 1.0, left / 2)
+        if config.shutdown_grace_seconds and not lifecycle.drain_flag.is_set():
+            limit -= await self._let_clients_go(limit)
+        lifecycle.refusing = True
         if not await self._wait(limit, lambda: metrics.own_in_flight() == 0):
             log.warning("requests cut off", extra=fields(in_flight=metrics.own_in_flight()))
             self._state.client.fail_all(unavailable("The server is shutting down.", "shutting_down", 1, close=True))
@@ -204,6 +212,18 @@ class Terminator:
             await self._wait(0.5, lambda: metrics.own_in_flight() == 0)
         for server in self._servers:
             server.stop()
+
+    async def _let_clients_go(self, limit: float) -> float:
+        """With no router in front, a client meets what happens here itself: what it sends on a connection that it may
+        use still (answers that had begun before could not tell it otherwise) is answered, and so is, for a while, who
+        comes from a node that has not forgotten this pod. Returns the seconds that it took, `limit` at most."""
+        time = asyncio.get_running_loop().time
+        public, began = self._servers[0], time()
+        gone = functools.partial(public.let_go, _IDLE_SECONDS)
+        if not await self._wait(min(_ACCEPT_SECONDS, limit / 2), gone):
+            public.take_no_more()
+            await self._wait(limit - (time() - began), gone)
+        return min(time() - began, limit)
 
     async def _wait(self, seconds: float, until: Any) -> bool:
         """Whether `until()` came true within `seconds` and before a second signal."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import time
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from fake_supervisor import FakeSupervisor
 from server_harness import TOKEN, Setup, events_of, saying, wait_until
 
+from kvern_engine.server import main
 from kvern_engine.server.auth import read_token_file
 from kvern_engine.server.lifecycle import pod_state
 from kvern_engine.tokenizer import Tokenizer
@@ -25,6 +27,23 @@ def endless(setup: Setup, tokenizer: Tokenizer, **config):
     server = setup.server(**config)
     server.wait_for(200)
     return server, core
+
+
+def ask(sock: socket.socket, body: object) -> None:
+    """Sent without a look whether the connection is still open: the worst that a race can be."""
+    data = json.dumps(body).encode()
+    fields = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    sock.sendall(f"POST {CHAT} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + data)
+
+
+def head_of(sock: socket.socket) -> bytes:
+    """What has come when the head is whole."""
+    told = b""
+    while b"\r\n\r\n" not in told:
+        data = sock.recv(65536)
+        assert data, "the connection was closed"
+        told += data
+    return told
 
 
 class TestKeys:
@@ -254,6 +273,26 @@ class TestDrain:
         server.terminate()
         wait_until(lambda: httpx.get(server.url + "/ready").status_code == 503)
         assert httpx.post(server.url + CHAT, json={**BODY, "max_tokens": 1}).status_code == 200
+
+    def test_without_a_router_a_kept_connection_serves_until_its_client_has_forgotten_it(
+        self, setup: Setup, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The stream began before the signal: it could not say that its connection would not be kept."""
+        monkeypatch.setattr(main, "_IDLE_SECONDS", 1.5)
+        server, _ = endless(setup, tokenizer, shutdown_grace_seconds=0.1)
+        with socket.create_connection(("127.0.0.1", server.sockets[0].getsockname()[1]), 20) as kept:
+            ask(kept, {**BODY, "stream": True, "max_tokens": 60})
+            told = head_of(kept)
+            server.terminate()
+            assert b"connection: close" not in told.lower()
+            while b"0\r\n\r\n" not in told:
+                told = told[-8:] + kept.recv(65536)
+            time.sleep(0.6)  # nothing is in flight, and the grace period is over
+            ask(kept, {**BODY, "max_tokens": 1})
+            told = head_of(kept)
+            assert told.startswith(b"HTTP/1.1 200") and b"connection: close" in told.lower()
+        server.thread.join(10)
+        assert not server.thread.is_alive(), "it does not wait when nobody is there"
 
     def test_time_limit_cuts_streams_with_an_error(self, setup: Setup, tokenizer: Tokenizer) -> None:
         server, core = endless(setup, tokenizer, drain_timeout_seconds=0.2)

@@ -8,6 +8,7 @@ be able to skip and which the system of one that is gone answers with a reset.
 import asyncio
 import contextlib
 import logging
+import select
 import socket
 from collections import deque
 from typing import TYPE_CHECKING, Any, cast
@@ -56,6 +57,15 @@ def was_reset(sock: Any) -> bool:
         return bool(sock.getsockopt(socket.IPPROTO_TCP, option, 1)[0] == _TCP_CLOSE)
     except (OSError, IndexError):
         return False
+
+
+def has_unread(sock: Any) -> bool:
+    """Whether bytes have come that the loop has not read yet, or an end: closing now would be the answer to them."""
+    if sock is None or sock.fileno() < 0:
+        return False
+    poll = select.poll()
+    poll.register(sock.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class Connection(asyncio.Protocol):
@@ -349,8 +359,8 @@ class Connection(asyncio.Protocol):
             await asyncio.shield(self._writable)
 
     @property
-    def stopping(self) -> bool:
-        return self._server.stopping
+    def leaving(self) -> bool:
+        return self._server.leaving or self._server.stopping
 
     def date(self) -> bytes:
         return self._server.date()
@@ -393,9 +403,9 @@ class Connection(asyncio.Protocol):
         """Whether a request is under way, waiting or being received."""
         return self._active is not None or bool(self._queue) or self._head is not None
 
-    def close_if_idle(self) -> None:
-        """For the end of the server: a connection without a request is closed now, another after its answer."""
-        if not self.busy:
+    def close_if_idle(self, seconds: float = 0.0) -> None:
+        """Close a connection that has been without a request for so long; one that has just come is not overlooked."""
+        if not self.busy and self._loop.time() - self._idle_since >= seconds and not has_unread(self._socket):
             self._close()
 
     def check(self, now: float) -> None:
@@ -414,8 +424,8 @@ class Connection(asyncio.Protocol):
         elif self._receiving is not None:
             if now - self._idle_since > REST_SECONDS:
                 self._close(unread=True)
-        elif now - self._idle_since > limits.keep_alive_seconds:
-            self._close()
+        else:
+            self.close_if_idle(limits.keep_alive_seconds)
 
     # clients that send nothing more
 

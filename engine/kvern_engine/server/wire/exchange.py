@@ -162,7 +162,7 @@ class Exchange:
             self._framing, self.keep_alive = _Framing.CLOSE, False
         if b"close" in named.get(b"connection", b"").lower():
             self.keep_alive = False
-        elif not self.keep_alive or self._connection.stopping:
+        elif not self.keep_alive or self._connection.leaving:
             self.keep_alive = False
             headers.append((b"connection", b"close"))
         headers.append((b"date", self._connection.date()))

@@ -28,26 +28,38 @@ class HttpServer:
         self.app = app
         self.limits = limits or WireLimits()
         self.connections: set[Connection] = set()
-        self.stopping = False
+        self.leaving = False  # every answer that begins says that its connection will be closed
+        self.stopping = False  # and so it is, whatever its answer said
+        self._listeners: list[asyncio.AbstractServer] = []
         self._stop = asyncio.Event()
         self._date = (0, b"")
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
         """Accept on `sockets` until `stop`, then let answers under way finish for a moment."""
-        listeners = [await self._listen(sock) for sock in sockets]
+        self._listeners = [await self._listen(sock) for sock in sockets]
         sweep = asyncio.ensure_future(self._sweep())
         try:
             await self._stop.wait()
         finally:
             self.stopping = True
-            for listener in listeners:
-                listener.close()
+            self.take_no_more()
             sweep.cancel()
         await self._end()
 
     def stop(self) -> None:
         self._stop.set()
+
+    def take_no_more(self) -> None:
+        """No new connections; those that are there go on."""
+        for listener in self._listeners:
+            listener.close()
+
+    def let_go(self, idle_seconds: float) -> bool:
+        """Close what no request has used for so long. Returns whether no connection is left."""
+        for connection in list(self.connections):
+            connection.close_if_idle(idle_seconds)
+        return not self.connections
 
     async def _listen(self, sock: socket.socket) -> asyncio.AbstractServer:
         loop = asyncio.get_running_loop()
@@ -58,8 +70,7 @@ class HttpServer:
     async def _end(self) -> None:
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self.connections and time.monotonic() < deadline:
-            for connection in list(self.connections):
-                connection.close_if_idle()
+            self.let_go(0.0)
             await asyncio.sleep(_POLL_SECONDS)
         for connection in list(self.connections):
             connection.abort()
