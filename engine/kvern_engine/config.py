@@ -84,7 +84,10 @@ class EngineConfig(BaseModel):
         300.0, "After SIGTERM, how long running requests may take to finish.", "Server", ge=0
     )
     shutdown_grace_seconds: float = _flag(
-        0.0, "After SIGTERM, go on accepting for this long (until endpoints have noticed).", "Server", ge=0
+        0.0,
+        "Without a router in front: after SIGTERM, go on accepting for this long (until endpoints have noticed).",
+        "Server",
+        ge=0,
     )
     log_level: Literal["debug", "info", "warning", "error"] = _flag("info", "Least severe level logged.", "Server")
     log_format: Literal["text", "json"] = _flag("text", "A log line as key=value words, or as a JSON object.", "Server")

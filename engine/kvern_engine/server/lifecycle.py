@@ -67,11 +67,13 @@ class Lifecycle:
         max_in_flight: int,
         engines: Callable[[], list[EngineView]],
         drain_timeout: float,
+        behind_router: bool = True,
     ) -> None:
         self.drain_flag = drain_flag
+        self._behind_router = behind_router
         self.loaded = False  # the tokenizer is there
         self.terminating = False  # SIGTERM: /ready is 503
-        self.refusing = False  # SIGTERM and its grace period are over: new requests are refused
+        self.refusing = False  # SIGTERM and what follows it are over: new requests are refused
         self._metrics = metrics
         self._max_in_flight = max_in_flight
         self._engines = engines
@@ -99,7 +101,9 @@ class Lifecycle:
 
     def _refusal(self) -> tuple[str, ApiError] | None:
         state = self.state()
-        if state == "draining" and (self.refusing or self.drain_flag.is_set()):
+        # A router sends what is refused to another replica. Clients that come through a Service do so until their node
+        # has forgotten this pod, and on connections that it has not told yet to be closed: they are answered.
+        if state == "draining" and (self.refusing or (self._behind_router and self.drain_flag.is_set())):
             text = "This server is draining and takes no new requests. Please retry: another replica will answer."
             return "draining", unavailable(text, "draining", self._retry_after, close=True)
         if state == "dead":

@@ -11,6 +11,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def build_state(config: EngineConfig, files: ModelFiles, index: int, socket_dir:
         max_in_flight=config.max_waiting_requests,
         engines=client.views,
         drain_timeout=config.drain_timeout_seconds,
+        behind_router=not config.shutdown_grace_seconds,
     )
     return ServerState(config, served, reported, client, metrics, lifecycle, RequestReader(config))
 
@@ -127,9 +129,18 @@ async def load_reader(state: ServerState, files: ModelFiles) -> None:
     gc.freeze()
 
 
-def http_server(app: App, config: EngineConfig) -> HttpServer:
+def http_servers(state: ServerState, token: str | None) -> list[HttpServer]:
+    """The public one, and that of the admin port where it has a token."""
+    lifecycle = state.lifecycle
+    servers = [http_server(create_app(state), state.config, lambda: lifecycle.draining)]
+    if token is not None:
+        servers.append(http_server(create_admin_app(state, token), state.config, lambda: lifecycle.terminating))
+    return servers
+
+
+def http_server(app: App, config: EngineConfig, leaving: Callable[[], bool]) -> HttpServer:
     """A server of `app` with the limits of the configuration; call it in the running event loop."""
-    return HttpServer(app, wire_limits(config))
+    return HttpServer(app, wire_limits(config), leaving)
 
 
 async def _serve(
@@ -146,11 +157,8 @@ async def _serve(
         state = build_state(config, files, index, socket_dir, num_engines)
     except OSError as e:
         raise _StartError(f"no room for sockets and shared memory in {socket_dir}: {e.strerror or e}") from e
-    servers = [http_server(create_app(state), config)]
-    sockets = [socket.socket(fileno=listen_fd)]
-    if admin_fd is not None:
-        servers.append(http_server(create_admin_app(state, token), config))
-        sockets.append(socket.socket(fileno=admin_fd))
+    servers = http_servers(state, token if admin_fd is not None else None)
+    sockets = [socket.socket(fileno=fd) for fd in (listen_fd, admin_fd) if fd is not None]
     terminator = Terminator(state, servers)
     terminator.listen_to_signals()
     serving = [asyncio.ensure_future(s.serve([sock])) for s, sock in zip(servers, sockets, strict=True)]
@@ -194,15 +202,13 @@ class Terminator:
     async def drain(self) -> None:
         config, lifecycle, metrics = self._state.config, self._state.lifecycle, self._state.metrics
         lifecycle.terminating = True
-        for server in self._servers:
-            server.leaving = True
         log.info("draining", extra=fields(in_flight=metrics.own_in_flight()))
         await self._wait(config.shutdown_grace_seconds, lambda: False)
         # One deadline: what the admin port has let drain before has used up a part of it.
         left = max(config.drain_timeout_seconds - lifecycle.drain_flag.age(), 0.0)
         # A little before the limit, so that cut streams still get their error event.
         limit = max(left - 1.0, left / 2)
-        if config.shutdown_grace_seconds and not lifecycle.drain_flag.is_set():
+        if config.shutdown_grace_seconds:
             limit -= await self._let_clients_go(limit)
         lifecycle.refusing = True
         if not await self._wait(limit, lambda: metrics.own_in_flight() == 0):

@@ -17,9 +17,7 @@ from server_fake_core import FakeCore
 
 from kvern_engine.config import EngineConfig
 from kvern_engine.loading.resolve import resolve_model
-from kvern_engine.server.admin import create_admin_app
-from kvern_engine.server.app import create_app
-from kvern_engine.server.main import Terminator, build_state, http_server, load_reader
+from kvern_engine.server.main import Terminator, build_state, http_servers, load_reader
 from kvern_engine.server.state import ServerState
 from kvern_engine.server.wire.server import HttpServer
 from kvern_engine.tokenizer import Tokenizer
@@ -64,8 +62,7 @@ class LiveServer:
         files = resolve_model(self.config.model)
         self.loop = asyncio.get_running_loop()
         self.state = build_state(self.config, files, self.index, str(self.folder), self.engines)
-        apps = (create_app(self.state), create_admin_app(self.state, TOKEN))
-        self.http = servers = [http_server(app, self.config) for app in apps]
+        self.http = servers = http_servers(self.state, TOKEN)
         self.terminator = Terminator(self.state, servers)
         serving = [asyncio.ensure_future(s.serve([k])) for s, k in zip(servers, self.sockets, strict=True)]
         if self.load:

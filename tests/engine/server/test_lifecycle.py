@@ -294,6 +294,19 @@ class TestDrain:
         server.thread.join(10)
         assert not server.thread.is_alive(), "it does not wait when nobody is there"
 
+    def test_without_a_router_a_drain_refuses_nobody(self, setup: Setup, tokenizer: Tokenizer) -> None:
+        """Nobody would send it to another replica. What is told is that connections will not be kept."""
+        server, _ = endless(setup, tokenizer, shutdown_grace_seconds=0.1)
+        with httpx.Client(base_url=server.url, timeout=20) as http:
+            assert "connection" not in http.post(CHAT, json={**BODY, "max_tokens": 1}).headers
+            httpx.post(server.admin_url + "/admin/drain", headers=ADMIN)
+            assert http.get("/ready").status_code == 503
+            time.sleep(0.3)  # the grace period is SIGTERM's
+            answer = http.post(CHAT, json={**BODY, "max_tokens": 1})
+            assert answer.status_code == 200 and answer.headers["connection"] == "close"
+            httpx.delete(server.admin_url + "/admin/drain", headers=ADMIN)
+            assert "connection" not in http.post(CHAT, json={**BODY, "max_tokens": 1}).headers
+
     def test_time_limit_cuts_streams_with_an_error(self, setup: Setup, tokenizer: Tokenizer) -> None:
         server, core = endless(setup, tokenizer, drain_timeout_seconds=0.2)
         core.step_seconds = 0.05

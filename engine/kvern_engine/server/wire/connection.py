@@ -360,7 +360,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def leaving(self) -> bool:
-        return self._server.leaving or self._server.stopping
+        return self._server.stopping or self._server.leaving()
 
     def date(self) -> bytes:
         return self._server.date()

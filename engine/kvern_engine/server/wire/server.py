@@ -5,7 +5,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from typing import Any
 
@@ -22,14 +22,15 @@ _POLL_SECONDS = 0.02
 
 
 class HttpServer:
-    """Serves an ASGI app on listening sockets until `stop`. Create it in the running loop."""
+    """Serves an ASGI app on listening sockets until `stop`. Create it in the running loop. While `leaving()`, every
+    answer that begins says that its connection will be closed."""
 
-    def __init__(self, app: Any, limits: WireLimits | None = None) -> None:
+    def __init__(self, app: Any, limits: WireLimits | None = None, leaving: Callable[[], bool] = lambda: False) -> None:
         self.app = app
         self.limits = limits or WireLimits()
         self.connections: set[Connection] = set()
-        self.leaving = False  # every answer that begins says that its connection will be closed
-        self.stopping = False  # and so it is, whatever its answer said
+        self.leaving = leaving
+        self.stopping = False  # connections are closed, whatever their answers said
         self._listeners: list[asyncio.AbstractServer] = []
         self._stop = asyncio.Event()
         self._date = (0, b"")
