@@ -7,15 +7,33 @@ The model of a step is  seconds = decode + cost x prefill_tokens.  `decode` is t
 decoded, for about as many rows; `cost` comes from the last few mixed steps, so that it follows attention's growth with
 the context within two chunks, while one outlier moves nothing. A fixed price of having a prompt in the step at all is
 part of `cost` at the present chunk size: the cap still settles where the whole step meets the target.
+
+*Long steps.* What streams are promised is a percentile: 99 of 100 gaps between tokens are no longer than `itl_factor`
+decode steps. A prompt of many chunks pays for that with its TTFT, since each chunk brings a decode step along. But
+long prompts are few. So steps earn credit, and a long prompt may spend it on being computed at once, in a step that is
+longer than promised. Three bounds hold for such steps:
+
+- one in _LONG_EVERY, whatever arrives (a token bucket that holds one): half of what the percentile leaves free; the
+  other half is for what is not planned;
+- _LONG_SECONDS: a stream that pauses that long for a token still comes faster than anybody reads;
+- _LONG_FACTOR decode steps, so that where decode steps are short, streams lose at most _LONG_FACTOR / _LONG_EVERY of
+  their speed, 5 %.
+
+Credit is spent only where all prompts that are there fit into the step: a longer one is computed in chunks until its
+rest does, and where the usual step takes _LONG_SECONDS already (CPUs), all are.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _DECODE_WINDOW = 15  # steps; a median over them ignores seven outliers
 _FEW_ROWS = 8  # fewer take about as long as one
 _RUSH = 3  # see `cap`; 1,000 chats as in `_class_of`: 17.2 s, with 0 18.5; with 5 17.2, ITL p99.9 46 ms for 33
 _COST_WINDOW = 3  # mixed steps; two of them make a new median
+_LONG_PROMPT = 4  # usual chunks; with 3, credit is too often gone when a really long one comes (simulated)
+_LONG_EVERY = 200  # steps
+_LONG_FACTOR = 10  # decode steps
+_LONG_SECONDS = 0.05
 
 
 def _median(values: Iterable[float]) -> float:
@@ -39,13 +57,17 @@ def _class_of(rows: int) -> int:
 
 
 class ChunkGovernor:
-    """`itl_factor`: how many times longer than a decode-only step a mixed one may take (above 1).
+    """`itl_factor`: how many times longer than a decode-only step a mixed one may take (above 1), but for long steps.
 
     `min_chunk` and `max_chunk` bound the answer in tokens; `default` is the answer before anything was measured.
-    Answers are multiples of 8 (of 16 from 64 on). Raises ValueError where a bound makes no sense.
+    `pipeline`: plans on their way at once, each for another part of the streams; a gap of a stream is so many steps.
+    Answers are multiples of 8 (of 16 from 64 on), but for those of long steps. Raises ValueError where a bound makes no
+    sense. Tell it of every plan (`planned`) and of every finished step (`observe`).
     """
 
-    def __init__(self, itl_factor: float, max_chunk: int, min_chunk: int = 16, default: int = 128) -> None:
+    def __init__(
+        self, itl_factor: float, max_chunk: int, min_chunk: int = 16, default: int = 128, pipeline: int = 1
+    ) -> None:
         if not itl_factor > 1:
             raise ValueError(f"itl_factor must be above 1, got {itl_factor}")
         if max_chunk < 1 or min_chunk < 1:
@@ -57,6 +79,10 @@ class ChunkGovernor:
         self._decode: dict[int, deque[float]] = {}  # class of rows -> seconds of decode-only steps
         self._mixed: deque[float] = deque(maxlen=_COST_WINDOW)  # seconds a prefill token, beside decodes
         self._alone: deque[float] = deque(maxlen=_COST_WINDOW)  # the same of steps without decodes
+        self._long: deque[float] = deque(maxlen=_COST_WINDOW)  # the same of mixed steps of several caps
+        self._long_every = _LONG_EVERY * pipeline
+        self._steps_until_long = 0
+        self._free: int | None = None  # tokens of the next step that cost no credit, where it may have more
         self._asked: set[int] = set()  # classes for which a step without prompts was asked
 
     def observe(self, decode_rows: int, prefill_tokens: int, seconds: float) -> None:
@@ -76,7 +102,24 @@ class ChunkGovernor:
             decode = self.decode_seconds(decode_rows)
             if decode is not None:
                 # A step faster than decoding alone is noise; it still says that tokens are cheap.
-                self._mixed.append(max(seconds - decode, 0.01 * seconds) / prefill_tokens)
+                cost = max(seconds - decode, 0.01 * seconds) / prefill_tokens
+                usual = self._usual_tokens(decode_rows)
+                if usual is not None and prefill_tokens > _LONG_PROMPT * usual:
+                    self._long.append(cost)
+                self._mixed.append(cost)
+
+    def planned(self, decode_rows: int, prefill_tokens: int) -> None:
+        """The next step, as it was planned: it earns credit, or spends it where it is as long as `cap` allowed."""
+        if decode_rows:
+            if self._free is not None and prefill_tokens > self._free:
+                self._steps_until_long = self._long_every
+            self._steps_until_long = max(0, self._steps_until_long - 1)
+        self._free = None
+
+    @property
+    def has_credit(self) -> bool:
+        """The next step may be a long one."""
+        return self._steps_until_long == 0
 
     def decode_seconds(self, decode_rows: int) -> float | None:
         """Expected time of a decode-only step; where this many rows were not seen, that of fewer rows, else of more."""
@@ -91,17 +134,38 @@ class ChunkGovernor:
         window = self._mixed or self._alone
         return _median(window) if window else None
 
-    def cap(self, decode_rows: int, idle_share: float = 0.0) -> int:
+    def _usual_tokens(self, decode_rows: int, rush: float = 0.0) -> float | None:
+        """Prompt tokens of a step of 1 + `rush` times what `itl_factor` allows; None before anything was measured."""
+        decode, cost = self.decode_seconds(decode_rows), self.token_seconds()
+        if decode is None or cost is None:
+            return None
+        return (self.itl_factor * (1 + rush) - 1) * decode / cost
+
+    def _long_tokens(self, decode_rows: int) -> float:
+        """Prompt tokens of a step as long as may be. A token's price is that of long steps, or the present one where
+        that is higher: behind a long context."""
+        decode, cost = self.decode_seconds(decode_rows), self.token_seconds()
+        if decode is None or cost is None or not self.has_credit:
+            return 0.0
+        if self._long:
+            cost = max(cost, _median(self._long))
+        return min((min(_LONG_FACTOR * decode, _LONG_SECONDS) - decode) / cost, self.max_chunk)
+
+    def cap(self, decode_rows: int, idle_share: float = 0.0, wanted: Sequence[int] = ()) -> int:
         """Most prompt tokens for the next step, where `decode_rows` rows decode in it.
 
         `idle_share` is the share of the rows that lie idle though somebody waits for them. Where a crowd is at the
         door, small chunks beside few decodes waste the device: the more of the batch is still to be filled, the longer
         a step may take, up to 1 + _RUSH times what `itl_factor` allows.
 
+        `wanted`: tokens that each of the prompts still needs. Where one of them is long, they fit into a long step and
+        there is credit for one, the answer is their sum.
+
         0, once, where steps of about this many rows were never seen to decode only: while prompts keep coming there
         would be no such step, and against that of far fewer rows every mixed step would look too long, whatever was
         in it. One step of decodes tells.
         """
+        self._free = None
         if decode_rows == 0:
             return self.max_chunk
         size = _class_of(decode_rows)
@@ -113,11 +177,13 @@ class ChunkGovernor:
         ):
             self._asked.add(size)
             return 0
-        decode, cost = self.decode_seconds(decode_rows), self.token_seconds()
-        if decode is None or cost is None:
+        tokens = self._usual_tokens(decode_rows, _RUSH * idle_share)
+        if tokens is None:
             tokens = float(self.default)
-        else:
-            tokens = (self.itl_factor * (1 + _RUSH * idle_share) - 1) * decode / cost
         grain = 16 if tokens >= 64 else 8
         rounded = int(min(tokens, self.max_chunk)) // grain * grain
-        return min(max(rounded, self.min_chunk), self.max_chunk)
+        usual = min(max(rounded, self.min_chunk), self.max_chunk)
+        if wanted and max(wanted) > _LONG_PROMPT * usual and sum(wanted) <= self._long_tokens(decode_rows):
+            self._free = usual
+            return sum(wanted)
+        return usual

@@ -10,7 +10,8 @@ from typing import Literal
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import WorkerReady
 
-# Where the chunk governor aims, a little under what is promised (3x on a CPU, 2x on a GPU): steps are not all equal.
+# Where the chunk governor aims, a little under what is promised of 99 in 100 gaps between tokens (3x on a CPU, 2x on a
+# GPU): steps are not all equal. One step in 200 may be longer (`governor.py`).
 CPU_ITL_FACTOR = 2.9
 GPU_ITL_FACTOR = 1.8
 
@@ -20,7 +21,8 @@ class SchedulerConfig:
     """What a scheduler keeps to. Sizes in tokens or sequences; raises ValueError naming the field that cannot hold.
 
     `patience`: how many requests may overtake one that does not fit yet before admission waits for it.
-    `itl_factor`: how many times longer than a decode-only step a step with a prompt in it may take.
+    `itl_factor`: how many times longer than a decode-only step a step with a prompt in it may take, but for those few
+    that compute a long prompt at once (`governor.py`).
     `pipeline`: stages of the model, and so micro-batches on their way at once.
     `sliding_window`: how many tokens a token sees, itself included, where all layers of the model have that.
     """

@@ -1,12 +1,20 @@
 """The chunk governor against simulated devices: streams hardly notice a long prompt, and it still gets through."""
 
+import itertools
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvern_engine.core.governor import ChunkGovernor, _class_of
+from kvern_engine.core.governor import (
+    _LONG_EVERY,
+    _LONG_FACTOR,
+    _LONG_PROMPT,
+    _LONG_SECONDS,
+    ChunkGovernor,
+    _class_of,
+)
 
 
 class Device:
@@ -242,3 +250,135 @@ def test_one_step_without_prompts_is_asked_for_where_that_many_rows_were_never_s
     target = 0.8 * seconds(200, 0) / 0.00002
     assert 0.9 * target <= governor.cap(200) <= target
     assert governor.cap(3) > 0, "a few rows take as long as one: no probe"
+
+
+# -- long steps --------------------------------------------------------------------------------------------------------
+
+
+def h200(decode: float = 0.005, token: float = 0.00002, pipeline: int = 1) -> ChunkGovernor:
+    """A governor that has seen 32 rows decode in 5 ms and prompt tokens that cost 20 us: usual chunks of 192."""
+    governor = ChunkGovernor(itl_factor=1.8, max_chunk=8192, pipeline=pipeline)
+    governor.observe(32, 0, decode)
+    for _ in range(3):
+        governor.observe(32, 100, decode + 100 * token)
+    return governor
+
+
+def steps_until_long(governor: ChunkGovernor, wanted: list[int]) -> int:
+    """Usual steps before one with all of `wanted`, which is planned."""
+    for count in range(1000):
+        tokens = governor.cap(32, wanted=wanted)
+        governor.planned(32, tokens)
+        if tokens == sum(wanted):
+            return count
+        assert tokens == governor.cap(32) == 192
+    raise AssertionError("no long step in 1,000")
+
+
+def test_a_long_prompt_is_computed_at_once_with_what_waits_beside_it() -> None:
+    assert h200().cap(32, wanted=[1500]) == 1500
+    assert h200().cap(32, wanted=[70, 1500, 33]) == 1603
+
+
+def test_bounds_of_a_long_step() -> None:
+    """(50 ms - 5 ms) / 20 us = 2,250 tokens; half of the decode step: (10 - 1) x 2.5 ms / 20 us = 1,125."""
+    assert h200().cap(32, wanted=[2245]) == 2245
+    assert h200().cap(32, wanted=[2255]) == h200().cap(32, wanted=[2200, 55]) == 192
+    assert h200(decode=0.0025).cap(32, wanted=[1120]) == 1120
+    assert h200(decode=0.0025).cap(32, wanted=[1130]) == 96
+    narrow = ChunkGovernor(1.8, max_chunk=1000)
+    narrow.observe(32, 0, 0.005)
+    narrow.observe(32, 100, 0.007)
+    assert (narrow.cap(32, wanted=[1000]), narrow.cap(32, wanted=[1001])) == (1000, 192)
+
+
+def test_no_long_step_without_a_long_prompt() -> None:
+    assert h200().cap(32, wanted=[4 * 192]) == 192
+    assert h200().cap(32, wanted=[700, 700]) == 192
+    assert h200().cap(32) == 192
+    assert ChunkGovernor(1.8, 8192, default=128).cap(32, wanted=[1500]) == 128, "nothing was measured yet"
+
+
+def test_a_long_step_every_200() -> None:
+    governor = h200()
+    assert steps_until_long(governor, [1500]) == 0
+    assert steps_until_long(governor, [1500]) == 199
+    assert steps_until_long(governor, [1500]) == 199
+    for _ in range(5000):
+        governor.planned(32, 0)
+    assert steps_until_long(governor, [1500]) == 0
+    assert steps_until_long(governor, [1500]) == 199, "credit does not pile up"
+
+
+def test_a_gap_of_a_stream_in_a_pipeline_is_several_steps() -> None:
+    governor = h200(pipeline=2)
+    assert [steps_until_long(governor, [1500]) for _ in range(3)] == [0, 399, 399]
+
+
+def test_only_a_step_that_became_long_costs_credit() -> None:
+    governor = h200()
+    assert governor.cap(32, wanted=[1500]) == 1500
+    governor.planned(32, 192)  # there was no room for it
+    assert governor.has_credit
+    governor.planned(32, 1500)  # not asked for: a crowd's
+    assert governor.has_credit
+    assert governor.cap(32, wanted=[1500]) == 1500
+    governor.planned(32, 1400)
+    assert not governor.has_credit
+    for _ in range(500):
+        governor.planned(0, 1500)  # nobody decodes: no stream sees it
+    assert not governor.has_credit
+
+
+def test_where_decode_steps_take_tens_of_milliseconds_everything_stays_in_chunks() -> None:
+    """A CPU: 54 ms a decode step, 3 ms a token."""
+    governor = ChunkGovernor(itl_factor=2.9, max_chunk=2048)
+    governor.observe(8, 0, 0.054)
+    governor.observe(8, 24, 0.054 + 24 * 0.003)
+    assert all(governor.cap(8, wanted=[length]) == 32 for length in range(1, 3000))
+
+
+def test_long_steps_are_judged_by_long_ones_and_by_the_price_behind_a_long_context() -> None:
+    governor = h200()
+    governor.observe(32, 1500, 0.005 + 1500 * 0.00003)
+    assert governor.cap(32, wanted=[1510]) == governor.cap(32) == 192  # one outlier moves no usual chunk
+    assert governor.cap(32, wanted=[1490]) == 1490  # 45 ms / 30 us = 1,500
+    for _ in range(3):
+        governor.observe(32, 100, 0.005 + 100 * 0.00006)  # a prompt of 100,000 tokens: 45 ms / 60 us = 750
+    assert governor.cap(32) == 64
+    assert governor.cap(32, wanted=[740]) == 740
+    assert governor.cap(32, wanted=[760]) == 64
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    base=st.floats(0.001, 0.1),
+    chunk=st.integers(40, 400),  # prompt tokens that cost as much as a decode step
+    demand=st.sampled_from([0.01, 0.1, 1.0]),  # share of steps at which prompts are there
+    seed=st.integers(0, 2**32),
+)
+def test_long_steps_whatever_arrives(base: float, chunk: int, demand: float, seed: int) -> None:
+    rng = random.Random(seed)
+    token = base / chunk
+    governor, without = ChunkGovernor(1.8, 8192), ChunkGovernor(1.8, 8192)  # the latter is never told what is wanted
+    longs: list[int] = []
+    for step in range(1500):
+        rows = rng.choice([0, 1, 8, 33, 40, 250]) if step > 20 else 32
+        wanted = [int(rng.lognormvariate(4.85, 1.5)) + 1 for _ in range(rng.randint(1, 4))]
+        tokens = usual = 0
+        if rng.random() < demand:
+            had_credit = governor.has_credit
+            cap, usual = governor.cap(rows, wanted=wanted), without.cap(rows)
+            if cap != usual:
+                assert had_credit and rows
+                assert cap == sum(wanted) and max(wanted) > _LONG_PROMPT * usual
+            tokens = min(cap, sum(wanted))
+        governor.planned(rows, tokens)
+        seconds = base + token * tokens if rows or tokens else 0.0
+        if rows and tokens > usual:
+            longs.append(step)
+            assert seconds <= min(_LONG_FACTOR * base, _LONG_SECONDS) * 1.001
+        governor.observe(rows, tokens, seconds)
+        without.observe(rows, tokens, seconds)
+    for first, last in itertools.pairwise(longs):  # so that in any n steps there are at most 1 + n / 200
+        assert last - first >= _LONG_EVERY
