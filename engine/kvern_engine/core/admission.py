@@ -34,6 +34,15 @@ def share_budget(wanted: list[int], budget: int, contested: bool) -> list[int]:
     return takes
 
 
+def wanted_tokens(books: Books) -> list[int]:
+    """Tokens that prompts still need: of those that run, and of the first in the queue where they may be let in."""
+    running = [len(seq.tokens) - seq.num_computed for seq in books.prefills]
+    if not books.room_changed:
+        return running
+    first = books.waiting[: min(len(books.free_rows), _WINDOW)]
+    return running + [len(seq.tokens) - len(books.cached_prefix(seq)) * books.pool.block_size for seq in first]
+
+
 def fork_deferred(books: Books, draft: Draft, budget: int) -> int:
     """Let deferred choices fork from a sibling whose prompt is computed; returns what is left of the budget."""
     head = books.waiting[0] if books.waiting else None

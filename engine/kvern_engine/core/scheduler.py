@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from kvern_engine.core.admission import fork_deferred, schedule_prompts
+from kvern_engine.core.admission import fork_deferred, schedule_prompts, wanted_tokens
 from kvern_engine.core.block_pool import BlockPool
 from kvern_engine.core.governor import ChunkGovernor
 from kvern_engine.core.handed import Handover, Share
@@ -66,7 +66,9 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.pool = pool
-        self.governor = governor or ChunkGovernor(config.itl_factor, config.max_num_batched_tokens)
+        self.governor = governor or ChunkGovernor(
+            config.itl_factor, config.max_num_batched_tokens, pipeline=config.pipeline
+        )
         self.max_model_len = min(config.max_model_len, pool.num_blocks * pool.block_size)
         self._eos = frozenset(eos_token_ids)
         self._books = Books(pool, config.max_num_seqs, config.pipeline, config.sliding_window)
@@ -223,6 +225,7 @@ class Scheduler:
             self._schedule_prompts(draft, now)
         if not draft.rows:
             return None
+        self.governor.planned(draft.decode_rows, draft.prefill_tokens)
         draft.added = books.newcomers(draft.rows) + draft.added
         plan = StepPlan(
             self._step,
@@ -277,7 +280,8 @@ class Scheduler:
                 per_request = min(budget, config.long_prefill_token_threshold)
             else:
                 idle = max(0, min(len(books.waiting), len(books.free_rows)) - _NO_CROWD) / config.max_num_seqs
-                budget = per_request = min(budget, self.governor.cap(draft.decode_rows, idle))
+                wanted = wanted_tokens(books) if self.governor.has_credit and not idle else []
+                budget = per_request = min(budget, self.governor.cap(draft.decode_rows, idle, wanted))
         if budget > 0:
             schedule_prompts(books, draft, budget, per_request, config)
         for row in draft.added:

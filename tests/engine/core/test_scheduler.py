@@ -1,10 +1,12 @@
 """The scheduler's plans, value by value: batching, chunks, stops, prefixes, forks, aborts, statistics."""
 
+from typing import Any
+
 import pytest
 from core_harness import Engine, expected
 
 from kvern_engine.core.limits import SchedulerConfig
-from kvern_engine.core.plan import StepResult
+from kvern_engine.core.plan import StepPlan, StepResult
 from kvern_engine.core.sequence import choice_seed
 from kvern_engine.ipc import AddRequest
 from kvern_engine.request import SamplingParams
@@ -119,6 +121,75 @@ def test_a_crowd_at_the_door_may_take_longer_steps() -> None:
         engine.add(f"other-{i}", 20, max_tokens=2)
     # 63 - 8 of 64 rows lie idle: 2 x (1 + 3 x 55 / 64) - 1 = 6.2 decode steps = 123 tokens
     assert sum(engine.step().counts[1:]) == 112
+
+
+def engine_with_credit(**config: Any) -> Engine:
+    """One stream decodes, in 5 ms; a prompt token beside it costs 50 us: usual chunks of 64, long steps up to 900."""
+    engine = Engine(num_blocks=2000, max_num_batched_tokens=2048, max_model_len=2000, itl_factor=1.8, **config)
+    submit = engine.worker.submit
+
+    def timed(plan: StepPlan) -> None:
+        engine.worker.seconds = 0.005 + 0.00005 * sum(count for count in plan.counts if count > 1)
+        submit(plan)
+
+    engine.worker.submit = timed  # type: ignore[method-assign]
+    engine.add("a", 4, max_tokens=1500)
+    engine.step(4)
+    engine.scheduler.governor.observe(1, 80, 0.005 + 80 * 0.00005)
+    return engine
+
+
+def test_a_long_prompt_is_computed_in_one_step_once_in_200() -> None:
+    engine = engine_with_credit()
+    for name, steps in (("first", 20), ("second", 180), ("third", 1)):
+        engine.add(name, 600, max_tokens=1)
+        engine.step(steps)
+    chunks = [plan.counts[1:] for plan in engine.plans if len(plan.counts) > 1]
+    assert chunks == [[600], *[[64]] * 9, [24], [600]]
+
+
+def test_what_waits_is_computed_in_the_long_step_too() -> None:
+    engine = engine_with_credit()
+    engine.add("long", 600, max_tokens=1)
+    engine.add("short", 50, max_tokens=1)
+    assert engine.step().counts == [1, 600, 50]
+
+
+def test_a_long_prompt_that_is_cached_is_no_reason_for_a_long_step() -> None:
+    engine = engine_with_credit()
+    prompt = list(range(5000, 5600))
+    engine.add("first", prompt, max_tokens=1)
+    assert engine.step().counts == [1, 600]
+    engine.step(300)
+    assert engine.scheduler.governor.has_credit
+    engine.add("again", [*prompt, 1, 2], max_tokens=1)
+    for name in "bcd":
+        engine.add(name, 50, max_tokens=1)
+    assert sum(engine.step().counts[1:]) == 64
+    assert engine.scheduler.governor.has_credit
+
+
+def test_in_a_pipeline_a_long_step_takes_as_many_more() -> None:
+    governor = Engine(pipeline=2, max_num_batched_tokens=2048, itl_factor=1.8).scheduler.governor
+    governor.observe(1, 0, 0.005)
+    governor.observe(1, 50, 0.010)
+    assert governor.cap(1, wanted=[400]) == 400
+    governor.planned(1, 400)
+    for _ in range(398):
+        governor.planned(1, 0)
+    assert not governor.has_credit
+    governor.planned(1, 0)
+    assert governor.has_credit
+
+
+def test_a_crowd_needs_no_credit() -> None:
+    engine = engine_with_credit(max_num_seqs=64)
+    engine.add("long", 780, max_tokens=2)
+    for i in range(20):
+        engine.add(f"other-{i}", 5, max_tokens=2)
+    # 21 - 8 of 64 rows lie idle: 1.8 x (1 + 3 x 13 / 64) - 1 = 1.9 decode steps = 190 tokens
+    assert sum(engine.step().counts[1:]) == 176
+    assert engine.scheduler.governor.has_credit
 
 
 def test_a_second_long_prompt_waits_until_the_first_is_through() -> None:
