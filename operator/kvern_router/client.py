@@ -333,7 +333,7 @@ class ClientConnection(asyncio.Protocol):
         if self._gone or self._transport is None:
             return
         self._idle_since = self._loop.time()
-        if not keep_alive or (self._eof and not self._queue):
+        if not keep_alive or ((self._eof or self._router.parting) and not self._queue):
             self._close(unread=not request.complete)
         elif not self._reading and len(self._queue) < MAX_PIPELINED:
             self._loop.call_soon(self._read_on)  # we may be in the middle of parsing
@@ -407,6 +407,10 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if not unread or self._eof:
+            # At once behind the last bytes: `close` comes when the loop has its next turn, and until then a client
+            # could take the connection for one that is kept.
+            with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
+                self._transport.write_eof()
             self._transport.close()
             return
         if not self._reading:

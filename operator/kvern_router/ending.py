@@ -28,7 +28,8 @@ class Ending:
         return self.idle if self.delay else 0.0
 
     def accepts(self, age: float) -> bool:
-        """Whether new connections are taken, so many seconds after the signal."""
+        """Whether new connections are taken, and kept ones stay open after an answer, so many seconds after the
+        signal."""
         return self.delay > 0 and age < max(self.delay, min(ACCEPT_SECONDS, self.timeout / 2))
 
     def over(self, age: float, quiet: float, connections: int) -> bool:

@@ -43,6 +43,7 @@ class Router:
         self.clients: set[ClientConnection] = set()
         self.buffered_bytes = 0
         self.draining = False
+        self.parting = False  # draining, and what begins now might not end in time: connections end with their answers
         self.fleet = Fleet(settings, self._probe)
         self.metrics = RouterMetrics(self.fleet)
         self._access_log = access_log
@@ -100,6 +101,7 @@ class Router:
         await asyncio.sleep(DRAIN_POLL_SECONDS)  # what is on its way already is answered in any case
         while not ending.over(time() - began, time() - self._last_arrival, len(self.clients)):
             if not ending.accepts(time() - began):
+                self.parting = True
                 await close_listener(self._server, self._client)
             for client in list(self.clients):
                 client.close_if_idle(ending.idle_seconds)

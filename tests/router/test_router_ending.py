@@ -214,3 +214,26 @@ async def test_a_request_that_waits_to_be_read_keeps_its_connection(bench: Any) 
         for each in running.clients:
             each.close_if_idle()
         assert (await asyncio.to_thread(client.recv, 99)).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_stream_that_ends_late_ends_its_connection(bench: Any, fake: Any) -> None:
+    """What followed it might not end within the drain timeout. The client sees the end with the last bytes."""
+    await bench.replica("a", paced(fake))
+    await bench.start()
+    flags = ("--shutdown-delay-seconds", "0.2", "--drain-timeout-seconds", "4", "--drain-idle-seconds", "20")
+    with router(bench.file, *flags) as (process, port):
+        early, late = await connect(bench, port), await connect(bench, port)
+        for client, tokens in ((early, 10), (late, 56)):  # 0.5 and 2.8 s; what is taken after 2 s has too little time
+            client.send("POST", "/v1/completions", b'{"max_tokens": %d}' % tokens)
+            await client.head()
+        process.send_signal(signal.SIGTERM)
+        for client in (early, late):
+            while await client.chunk():
+                pass
+            if client is early:
+                client.send("POST", "/v1/completions", b'{"max_tokens": 1}')
+                assert (await client.receive()).status == 200
+        began = time.monotonic()
+        assert await late.closed() and time.monotonic() - began < 0.1
+        assert await asyncio.to_thread(process.wait, 20) == 0
+        assert time.monotonic() - began < 1, "nothing is left to wait for"

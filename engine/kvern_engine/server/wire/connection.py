@@ -378,6 +378,10 @@ class Connection(asyncio.Protocol):
             return
         self._closing_since = self._loop.time()
         if not unread or self._eof:
+            # At once behind the last bytes: `close` comes when the loop has its next turn, and until then a client
+            # could take the connection for one that is kept.
+            with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
+                self._transport.write_eof()
             self._transport.close()
             return
         self._receiving = None

@@ -43,7 +43,6 @@ class HttpServer:
         try:
             await self._stop.wait()
         finally:
-            self.stopping = True
             self.take_no_more()
             sweep.cancel()
         await self._end()
@@ -52,7 +51,8 @@ class HttpServer:
         self._stop.set()
 
     def take_no_more(self) -> None:
-        """No new connections; those that are there go on."""
+        """No new connections, and no new requests on those that are there, once what runs on them has ended."""
+        self.stopping = True
         for listener in self._listeners:
             listener.close()
 
