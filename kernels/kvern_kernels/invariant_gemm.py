@@ -3,8 +3,8 @@
 Each element is added up along the inner dimension in one order, in `pieces`: the sum of each piece is rounded to the
 type of the rows, as a rank's share of a sum is before it is sent, then the pieces are added up and rounded. So a rank
 that holds all inputs gives, in two pieces, to the last bit what two ranks give that hold half of them each. Outputs
-can be cut anywhere. (Zhang et al., Deterministic Inference across Tensor Parallel Sizes, arXiv 2511.17826, do so for any
-number of ranks, with a tree of pieces.)
+can be cut anywhere. (Zhang et al., Deterministic Inference across Tensor Parallel Sizes, arXiv 2511.17826, do so for
+any number of ranks, with a tree of pieces.)
 
 The Triton kernel is `invariant_gemm_triton.py`; here is its reference.
 """
