@@ -406,6 +406,7 @@ class LayoutSwitch:
             pause=round(run.pause, 4),
             kept=placed.kept if placed else 0,
             recomputed=placed.recomputed if placed else 0,
+            ended=time.time(),
         )
         self._records = [record, *self._records][:KEPT_RECORDS]
         self._totals[record.outcome] = self._totals.get(record.outcome, 0) + 1

@@ -170,4 +170,5 @@ def _pod(obj: Object, live: Mapping[tuple[str, str], Live], reports: Mapping[str
         switching=report.layout.switching,
         refused=report.refused,
         switch_failed=report.layout.failed,
+        switch_failed_ago=report.layout.failed_ago,
     )

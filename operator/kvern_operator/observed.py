@@ -55,6 +55,7 @@ class Pod:
     switching: bool = False  # it says that a switch to another size is under way
     refused: tuple[tuple[int, str], ...] = ()  # (tensor size, why): what it would not switch to
     switch_failed: tuple[int, str] | None = None  # (tensor size, why) of its last switch, where it was taken back
+    switch_failed_ago: float = 0.0  # seconds since then
     fetch: Fetch | None = None  # of a download's pod: how far it is; None: not known
     sends_to: frozenset[str] | None = None  # of a router: names of the engine pods that it may send to; None: not known
     device: str = ""  # what it computes on, as it reports it: "cpu", "cuda:0 NVIDIA H200"; "": not known

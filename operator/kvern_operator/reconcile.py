@@ -15,7 +15,7 @@ from kvern_operator.api.types import InferenceService, InferenceServiceSpec
 from kvern_operator.desired import engine, meta, monitor, network, router, services
 from kvern_operator.desired.layout import Layout, parse_layout, target_layout
 from kvern_operator.observed import Object, Observed, Pod
-from kvern_operator.relayout import relaid, to_switch, why_not
+from kvern_operator.relayout import relaid, to_switch, trying_for, why_not
 from kvern_operator.replicas import ending, lost_image, pattern, replicas_of, taken_numbers
 from kvern_operator.reporting import Pass, invalid_spec, status_of
 from kvern_operator.rollout import Moves, Replica, plan_moves
@@ -248,7 +248,8 @@ def reconcile(service: InferenceService, observed: Observed, now: datetime, sett
     keys = {meta.key(obj) for obj in stamped}
     started = _started(stamped, names)
     ignored = tuple(not_acted_upon(service.spec, settings.autoscales))
-    switch = () if service.spec.rollout.paused else to_switch(target, present, observed.pods)
+    trying = trying_for(observed.status.parallelism.plan if observed.status is not None else None, now)
+    switch = () if service.spec.rollout.paused else to_switch(target, present, observed.pods, trying)
     obsolete = [k for k, obj in live.items() if k not in keys and not _outlives(obj)]
     return Plan(
         apply=tuple(obj for obj in stamped if meta.differs(obj, live.get(meta.key(obj)))),

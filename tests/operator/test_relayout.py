@@ -1,6 +1,7 @@
 """A layout that changes in the pods that run: who is told, in which order, and what happens where a pod cannot."""
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -8,10 +9,11 @@ from fake_cluster import FakeCluster, service
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvern_operator.api.status import LayoutPlan
 from kvern_operator.desired import meta
 from kvern_operator.desired.layout import Layout
 from kvern_operator.observed import Pod
-from kvern_operator.relayout import has_layout, read_layout, to_switch
+from kvern_operator.relayout import failure, has_layout, read_layout, to_switch, trying_for
 
 FOUR = "resources: {gpusPerPod: 4}, parallelism: {tensor: {size: %d}}"
 SIZES = ((1, 1000), (2, 2500), (4, 6000))
@@ -148,14 +150,14 @@ def test_what_a_pod_says():
         "phase": "MovingKV",
         "feasible": [{"size": 2, "kvTokens": 10}],
         "last": [
-            {"to": 4, "outcome": "RolledBack", "reason": "worker 3 died"},
+            {"to": 4, "outcome": "RolledBack", "reason": "worker 3 died", "secondsAgo": 12.5},
             {"to": 1, "outcome": "RolledBack", "reason": "long ago"},
         ],
     }
     said = read_layout(answer)
     assert said is not None
     assert (said.tensor, said.switching, said.feasible) == (2, True, ((2, 10),))
-    assert said.failed == (4, "worker 3 died")
+    assert (said.failed, said.failed_ago) == ((4, "worker 3 died"), 12.5)
     assert (said.generation_for(4), said.generation_for(2)) == (7, 8)
     loading = read_layout({**answer, "phase": "Loading", "last": []})
     assert loading is not None and (loading.tensor, loading.switching, loading.failed) == (None, False, None)
@@ -173,6 +175,22 @@ def test_what_a_pod_says():
 
 POD = Pod("a-r0-0", "u", "a-r0", meta.ENGINE, created=FakeCluster().now, running=True, ready=True, feasible=SIZES)
 layouts = st.builds(Layout, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
+
+
+def test_what_failed_before_a_size_was_wanted_is_tried_once_more():
+    """The planner comes back to a size when its ban is over: what the pod said six hours ago is no news."""
+    now = FakeCluster().now
+    pod = replace(POD, tensor=1, switch_failed=(2, "worker 3 died"), switch_failed_ago=21600.0)
+    plan = LayoutPlan(size=2, phase="Changing", before=1, since=now - timedelta(seconds=5))
+    tried = trying_for(plan, now)
+    wanted = Layout(2, 1, 1)
+    assert to_switch(wanted, ["a-r0"], [pod], tried) == ((pod.name, 2),)
+    assert failure(pod, 2, tried) == ""
+    again = replace(pod, switch_failed_ago=2.0)
+    assert to_switch(wanted, ["a-r0"], [again], tried) == ()
+    assert failure(again, 2, tried) == "worker 3 died"
+    for other in (None, LayoutPlan(size=2), LayoutPlan(size=2, phase="Verifying", since=now)):
+        assert to_switch(wanted, ["a-r0"], [pod], trying_for(other, now)) == (), "nobody else tries in vain twice"
 
 
 @given(layouts, layouts, st.sampled_from([None, 1, 2, 4]), st.booleans(), st.sampled_from([(), ((2, "x"),)]))

@@ -154,6 +154,7 @@ class SwitchRecord(msgspec.Struct, frozen=True):
     pause: float = 0.0
     kept: int = 0  # running choices that went on with their K and V
     recomputed: int = 0  # running choices that computed theirs again
+    ended: float = 0.0  # seconds since 1970
 
 
 class LayoutState(msgspec.Struct, array_like=True, frozen=True, tag=True):

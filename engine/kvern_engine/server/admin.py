@@ -1,5 +1,6 @@
 """The admin app: drain and layout, on a port of its own behind a token of its own, never on the public one."""
 
+import time
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -106,6 +107,7 @@ def _record(record: SwitchRecord) -> dict[str, Any]:
         "seconds": record.seconds,
         "kept": record.kept,
         "recomputed": record.recomputed,
+        "secondsAgo": round(max(0.0, time.time() - record.ended), 1),
     }
 
 

@@ -111,6 +111,7 @@ class LocalPod:
             switching=self._layout.switching,
             refused=tuple(self._refused.items()),
             switch_failed=self._layout.failed,
+            switch_failed_ago=self._layout.failed_ago,
             restarts=self.restarts,
             reason=self._reason,
             message=self._message,

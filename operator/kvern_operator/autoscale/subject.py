@@ -17,6 +17,7 @@ from kvern_operator.autoscale.shape import Expected, expected
 from kvern_operator.desired import meta
 from kvern_operator.desired.layout import Layout, parse_layout, target_layout
 from kvern_operator.observed import Object, Observed, Pod
+from kvern_operator.relayout import failure, trying_for
 from kvern_operator.rollout import Replica
 
 _REPORTED = Expected()  # nothing: the pods have said it
@@ -120,7 +121,7 @@ def subject_of(
         expected=expected(spec, status.cache) if not status.parallelism.feasible else _REPORTED,
         wanted=wanted.tensor,
         plan=status.parallelism.plan,
-        failed=_failed(observed, sets, status.parallelism.plan, wanted),
+        failed=_failed(observed, sets, status.parallelism.plan, wanted, now),
         start_seconds=_start(status),
     )
 
@@ -189,15 +190,15 @@ def _seen(replica: Replica, pods: list[Pod], workload: Object | None, now: datet
     )
 
 
-def _failed(observed: Observed, sets: dict[str, Object], plan: LayoutPlan | None, wanted: Layout) -> str:
+def _failed(observed: Observed, sets: dict[str, Object], plan: LayoutPlan | None, wanted: Layout, now: datetime) -> str:
     """Why the size that is being taken cannot be had; "" where nothing says so."""
     if plan is None or plan.phase != "Changing":
         return ""
     for pod in sorted(observed.pods, key=lambda p: p.name):
         if pod.component != meta.ENGINE or pod.terminating:
             continue
-        if pod.switch_failed is not None and pod.switch_failed[0] == plan.size:
-            return f"{pod.name}: {pod.switch_failed[1]}"
+        if reason := failure(pod, plan.size, trying_for(plan, now)):
+            return f"{pod.name}: {reason}"
         made = parse_layout(meta.annotation(sets[pod.owner], meta.LAYOUT)) if pod.owner in sets else None
         if made == wanted and not pod.ready and pod.restarts >= CRASHES:
             return f"{pod.name}: {pod.reason or 'it ends'} {pod.last_log or pod.message}".strip()

@@ -113,3 +113,11 @@ def test_the_planners_own_size_is_the_one_on_record():
     """The spec's size is where it began; what pods have is on its way."""
     state = subject(svc=service({"mode": "Auto", "size": 4}), status=recorded(2, phase="Changing", before=4)).state
     assert (state.size, state.phase, state.before) == (2, "Changing", 4)
+
+
+def test_a_failure_of_an_earlier_try_is_none_of_this_one():
+    svc = service({"mode": "Auto", "size": 4})
+    for ago, expected in ((3.0, "smol-r0-0: worker 3 died"), (21600.0, "")):
+        tried = pod(0, True, switch_failed=(2, "worker 3 died"), switch_failed_ago=ago)
+        status = recorded(2, phase="Changing", before=4, since=NOW - timedelta(seconds=9))
+        assert subject(tried, svc=svc, status=status).failed == expected
