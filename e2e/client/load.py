@@ -76,6 +76,16 @@ def judged(text: str, references: list[str], got: int, wanted: int, finish: str 
     return "right", ""
 
 
+def in_words(error: BaseException) -> str:
+    """The error and what it came from: the client says "Connection error." of them all."""
+    told, seen = [f"{type(error).__name__}: {error}"], {id(error)}
+    while (cause := error.__cause__ or error.__context__) is not None and id(cause) not in seen:
+        error = cause
+        seen.add(id(error))
+        told.append(repr(error))
+    return " from ".join(told)
+
+
 def common_prefix(one: str, other: str) -> int:
     """Length of what both begin with."""
     if other.startswith(one):
@@ -187,7 +197,7 @@ class Load:
             known = [reference[str(seed)] for reference in self.references if str(seed) in reference]
             row.outcome, row.detail = judged("".join(pieces), known, row.got, tokens, finish)
         except Exception as error:  # a stream breaks off with errors of the HTTP library below the client, too
-            row.outcome, row.detail = "failed", f"{type(error).__name__}: {error} (after {len(pieces)} chunks)"[:400]
+            row.outcome, row.detail = "failed", f"{in_words(error)} (after {len(pieces)} chunks)"[:600]
         self._heard(row, last, ended=True)
         row.end = time.time()
         self.running.discard(id(row))

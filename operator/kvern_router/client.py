@@ -21,7 +21,7 @@ import httptools
 from kvern_router.errors import RouterError, bad_request
 from kvern_router.exchange import Exchange
 from kvern_router.http1 import CONTINUE, Request, check_head, reason, response_head, too_large
-from kvern_router.listener import has_unread
+from kvern_router.listener import has_unread, hold_back
 
 if TYPE_CHECKING:
     from kvern_router.router import Router
@@ -54,7 +54,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, router: Router, admin: bool = False) -> None:
         self._router = router
-        self._admin = admin
+        self.admin = admin
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
@@ -231,7 +231,7 @@ class ClientConnection(asyncio.Protocol):
         if self._surplus and request.target != b"/health":
             return self._too_many_connections()
         error = check_head(request, self._router.settings.max_body_bytes)
-        return error or self._router.identify(request, self._admin)
+        return error or self._router.identify(request, self.admin)
 
     def on_body(self, data: bytes) -> None:
         request = self._current
@@ -290,7 +290,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             if request.rejection is not None:
                 raise request.rejection
-            answer = self._router.local_answer(request, self._admin)
+            answer = self._router.local_answer(request, self.admin)
             if answer is None:
                 self._router.admit(request)
                 self._exchange = Exchange(self._router, self, request)
@@ -333,7 +333,7 @@ class ClientConnection(asyncio.Protocol):
         if self._gone or self._transport is None:
             return
         self._idle_since = self._loop.time()
-        if not keep_alive or ((self._eof or self._router.parting) and not self._queue):
+        if not keep_alive or (self._eof and not self._queue) or self._is_parting:
             self._close(unread=not request.complete)
         elif not self._reading and len(self._queue) < MAX_PIPELINED:
             self._loop.call_soon(self._read_on)  # we may be in the middle of parsing
@@ -389,10 +389,17 @@ class ClientConnection(asyncio.Protocol):
         self.write(head if request.method == b"HEAD" else head + body)
         return keep_alive
 
-    def write(self, data: bytes) -> None:
-        """Send bytes; a client that is gone gets none."""
+    def write(self, data: bytes, last: bool = False) -> None:
+        """Send bytes; a client that is gone gets none. `last`: of an answer."""
         if not self._gone and self._transport is not None:
+            if last and self._is_parting:
+                hold_back(self._transport.get_extra_info("socket"))
             self._transport.write(data)
+
+    @property
+    def _is_parting(self) -> bool:
+        """The connection ends with this answer, though that may not have been said."""
+        return self._router.parting and not self._queue and self._current is None
 
     def abort(self) -> None:
         """Cut the connection: the client must not take what it got for a whole answer."""
@@ -407,8 +414,8 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if not unread or self._eof:
-            # At once behind the last bytes: `close` comes when the loop has its next turn, and until then a client
-            # could take the connection for one that is kept.
+            # At once: `close` comes when the loop has its next turn, and until then a client could take the connection
+            # for one that is kept.
             with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
                 self._transport.write_eof()
             self._transport.close()

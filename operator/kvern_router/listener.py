@@ -1,4 +1,5 @@
-"""A listener's end, without a reset for whom the system has let in and nobody has greeted yet."""
+"""Ends of sockets that no client takes for an error: a listener's, without a reset for whom the system has let in and
+nobody has greeted yet, and a connection's."""
 
 from __future__ import annotations
 
@@ -19,16 +20,26 @@ async def close_listener(server: asyncio.Server | None, factory: Callable[[], as
     copies = [socket.socket(fileno=os.dup(each.fileno())) for each in server.sockets]
     server.close()
     loop = asyncio.get_running_loop()
-    taken: list[socket.socket] = []
     for copy in copies:
-        with copy, contextlib.suppress(OSError):  # BlockingIOError: nobody is left
+        with copy:
             copy.setblocking(False)
-            while True:
-                taken.append(copy.accept()[0])
-    for each in taken:
-        each.setblocking(False)
-        with contextlib.suppress(OSError):
-            await loop.connect_accepted_socket(factory, each)
+            while (taken := _accepted(copy)) is not None:
+                taken.setblocking(False)
+                try:
+                    await loop.connect_accepted_socket(factory, taken)
+                except OSError:
+                    taken.close()
+
+
+def _accepted(listening: socket.socket) -> socket.socket | None:
+    """The next one that waits; None where nobody does, or this process can open no more files."""
+    while True:
+        try:
+            return listening.accept()[0]
+        except ConnectionAbortedError:  # it did not wait for it
+            continue
+        except OSError:
+            return None
 
 
 def has_unread(sock: Any) -> bool:
@@ -38,3 +49,12 @@ def has_unread(sock: Any) -> bool:
     poll = select.poll()
     poll.register(sock.fileno(), select.POLLIN)
     return bool(poll.poll(0))
+
+
+def hold_back(sock: Any) -> None:
+    """What is written from now on leaves with the end of the connection, in one segment (TCP_CORK). Who reads it can
+    see that the connection has ended; sent one after the other, a client could send its next request between them."""
+    option = getattr(socket, "TCP_CORK", None)  # Linux
+    if option is not None and sock is not None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, option, 1)

@@ -99,7 +99,7 @@ class Router:
         began = self._last_arrival = time()
         log.info("draining: %d requests under way, up to %g s", len(self._exchanges()), settings.drain_timeout)
         await asyncio.sleep(DRAIN_POLL_SECONDS)  # what is on its way already is answered in any case
-        while not ending.over(time() - began, time() - self._last_arrival, len(self.clients)):
+        while not ending.over(time() - began, time() - self._last_arrival, sum(not c.admin for c in self.clients)):
             if not ending.accepts(time() - began):
                 self.parting = True
                 await close_listener(self._server, self._client)

@@ -12,7 +12,7 @@ from kvern_router.sse import error_event
 class Out(Protocol):
     """The client's connection (client.py)."""
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes, last: bool = False) -> None: ...
 
 
 class Framing(Enum):
@@ -87,7 +87,7 @@ class ResponseWriter:
         elif self._framing is not Framing.NONE:
             last = data
         if self._pending or last:
-            self._out.write(self._pending + last)
+            self._out.write(self._pending + last, last=True)
             self._pending = b""
 
     def end_with_error(self, error: dict[str, Any]) -> bool:

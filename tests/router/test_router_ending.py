@@ -237,3 +237,29 @@ async def test_a_stream_that_ends_late_ends_its_connection(bench: Any, fake: Any
         assert await late.closed() and time.monotonic() - began < 0.1
         assert await asyncio.to_thread(process.wait, 20) == 0
         assert time.monotonic() - began < 1, "nothing is left to wait for"
+
+
+async def test_the_end_of_a_connection_comes_with_the_last_bytes(bench: Any, fake: Any) -> None:
+    """In one segment: who has the last bytes can see the end, however little time has passed."""
+    await bench.replica("a", paced(fake))
+    await bench.start()
+
+    def read(sock: socket.socket) -> bytes:
+        told = b""
+        while not told.endswith(b"0\r\n\r\n"):
+            told += sock.recv(65536)
+        sock.setblocking(False)
+        return sock.recv(1)  # BlockingIOError: no end is there yet
+
+    flags = ("--shutdown-delay-seconds", "0.1", "--drain-timeout-seconds", "2")
+    with router(bench.file, *flags) as (process, port):
+        clients = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(30)]
+        for number, client in enumerate(clients):
+            body = b'{"max_tokens": %d}' % (25 + number % 4)  # 1.25 s and more: the minute, here 1 s, is over
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await asyncio.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        ends = await asyncio.gather(*(asyncio.to_thread(read, client) for client in clients))
+        assert ends == [b""] * len(clients)
+        for client in clients:
+            client.close()

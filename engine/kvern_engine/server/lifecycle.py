@@ -1,8 +1,8 @@
 """May a request come in: the pod's state (loading, ready, draining, dead) and the number of requests in flight.
 
 Draining has two sources: the admin port (reversible, shared by all API servers of the pod through a file in the socket
-folder, which a restarted server finds again) and SIGTERM (this process, final). It refuses new requests and touches
-none that runs.
+folder, which a restarted server finds again) and SIGTERM (this process, final). It touches no request that runs. New
+ones are refused where a router sends them elsewhere; without one the end of SIGTERM's drain refuses them.
 """
 
 import contextlib
@@ -74,6 +74,7 @@ class Lifecycle:
         self.loaded = False  # the tokenizer is there
         self.terminating = False  # SIGTERM: /ready is 503
         self.refusing = False  # SIGTERM and what follows it are over: new requests are refused
+        self.last_arrival = 0.0  # of a generating request, time.monotonic()
         self._metrics = metrics
         self._max_in_flight = max_in_flight
         self._engines = engines
@@ -120,6 +121,7 @@ class Lifecycle:
 
     def check(self) -> None:
         """Raises ApiError 429 or 503 with Retry-After, counted in admission_rejections, where nothing is taken now."""
+        self.last_arrival = time.monotonic()
         refusal = self._refusal()
         if refusal is not None:
             self._metrics.rejected(refusal[0])

@@ -5,12 +5,12 @@ last engine has died, until the supervisor ends it.
 """
 
 import asyncio
-import functools
 import gc
 import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,8 @@ async def _serve(
 
 
 class Terminator:
-    """SIGTERM: refuse new requests after the grace period, finish what runs, stop. A second signal: stop now."""
+    """SIGTERM: refuse new requests (after a grace period, where there is no router, once clients have gone elsewhere),
+    finish what runs, stop. A second signal: stop now."""
 
     def __init__(self, state: ServerState, servers: list[HttpServer]) -> None:
         self._state = state
@@ -223,13 +224,18 @@ class Terminator:
         """With no router in front, a client meets what happens here itself: what it sends on a connection that it may
         use still (answers that had begun before could not tell it otherwise) is answered, and so is, for a while, who
         comes from a node that has not forgotten this pod. Returns the seconds that it took, `limit` at most."""
-        time = asyncio.get_running_loop().time
-        public, began = self._servers[0], time()
-        gone = functools.partial(public.let_go, _IDLE_SECONDS)
+        public, began, lifecycle = self._servers[0], time.monotonic(), self._state.lifecycle
+        grace = self._state.config.shutdown_grace_seconds
+
+        def gone() -> bool:
+            return public.let_go(_IDLE_SECONDS) and (
+                public.stopping or time.monotonic() - lifecycle.last_arrival >= grace  # a node still sends clients here
+            )
+
         if not await self._wait(min(_ACCEPT_SECONDS, limit / 2), gone):
-            public.take_no_more()
-            await self._wait(limit - (time() - began), gone)
-        return min(time() - began, limit)
+            await public.take_no_more()
+            await self._wait(limit - (time.monotonic() - began), gone)
+        return min(time.monotonic() - began, limit)
 
     async def _wait(self, seconds: float, until: Any) -> bool:
         """Whether `until()` came true within `seconds` and before a second signal."""

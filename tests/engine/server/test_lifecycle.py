@@ -1,5 +1,6 @@
 """What happens around requests: keys, limits, disconnects, dead engines, drain, shutdown, several processes."""
 
+import asyncio
 import json
 import os
 import socket
@@ -306,6 +307,36 @@ class TestDrain:
             assert answer.status_code == 200 and answer.headers["connection"] == "close"
             httpx.delete(server.admin_url + "/admin/drain", headers=ADMIN)
             assert "connection" not in http.post(CHAT, json={**BODY, "max_tokens": 1}).headers
+
+    def test_without_a_router_it_stays_while_a_node_sends_clients(
+        self, setup: Setup, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that has not forgotten the pod: each comes on a new connection, and between two there is none."""
+        server, _ = endless(setup, tokenizer, shutdown_grace_seconds=0.5)
+        server.terminate()
+        for _ in range(10):
+            answer = httpx.post(server.url + CHAT, json={**BODY, "max_tokens": 1})
+            assert answer.status_code == 200
+            time.sleep(0.25)
+        server.thread.join(10)
+        assert not server.thread.is_alive(), "nobody comes any more"
+
+    def test_whom_the_system_has_let_in_is_answered(self, setup: Setup, tokenizer: Tokenizer) -> None:
+        """Closing a listener resets those who wait to be taken."""
+        server, _ = endless(setup, tokenizer)
+        waiting = []
+
+        async def end() -> None:
+            for _ in range(20):  # the loop does not turn meanwhile
+                each = socket.create_connection(("127.0.0.1", server.sockets[0].getsockname()[1]), 20)
+                each.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                waiting.append(each)
+            await server.http[0].take_no_more()
+
+        asyncio.run_coroutine_threadsafe(end(), server.loop).result(20)
+        for each in waiting:
+            with each:
+                assert each.recv(99).startswith(b"HTTP/1.1 200")
 
     def test_time_limit_cuts_streams_with_an_error(self, setup: Setup, tokenizer: Tokenizer) -> None:
         server, core = endless(setup, tokenizer, drain_timeout_seconds=0.2)

@@ -68,6 +68,15 @@ def has_unread(sock: Any) -> bool:
     return bool(poll.poll(0))
 
 
+def hold_back(sock: Any) -> None:
+    """What is written from now on leaves with the end of the connection, in one segment (TCP_CORK). Who reads it can
+    see that the connection has ended; sent one after the other, a client could send its next request between them."""
+    option = getattr(socket, "TCP_CORK", None)  # Linux
+    if option is not None and sock is not None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, option, 1)
+
+
 class Connection(asyncio.Protocol):
     """One connection; `server` has the app, the limits and all other connections."""
 
@@ -318,7 +327,7 @@ class Connection(asyncio.Protocol):
             self._close(unread=not exchange.received)
         elif self._queue:
             self._start(self._queue.popleft())
-        elif self._last or self._server.stopping:
+        elif self._last or self._is_parting:
             self._close(unread=not exchange.received)
         self.read_on()
 
@@ -346,10 +355,17 @@ class Connection(asyncio.Protocol):
             if self._reading:
                 self._transport.resume_reading()
 
-    def write(self, data: bytes) -> None:
-        """Send bytes; a client that is gone gets none."""
+    def write(self, data: bytes, last: bool = False) -> None:
+        """Send bytes; a client that is gone gets none. `last`: of an answer."""
         if not self._gone and self._transport is not None:
+            if last and self._is_parting:
+                hold_back(self._socket)
             self._transport.write(data)
+
+    @property
+    def _is_parting(self) -> bool:
+        """The connection ends with this answer, though that may not have been said."""
+        return self._server.stopping and not self._queue and self._head is None
 
     async def writable(self) -> None:
         """Wait while the client has too much of its answer before it."""
@@ -378,8 +394,8 @@ class Connection(asyncio.Protocol):
             return
         self._closing_since = self._loop.time()
         if not unread or self._eof:
-            # At once behind the last bytes: `close` comes when the loop has its next turn, and until then a client
-            # could take the connection for one that is kept.
+            # At once: `close` comes when the loop has its next turn, and until then a client could take the connection
+            # for one that is kept.
             with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
                 self._transport.write_eof()
             self._transport.close()

@@ -183,4 +183,4 @@ class Exchange:
         if self._pending:
             data, self._pending = self._pending + data, b""
         if data:
-            self._connection.write(data)
+            self._connection.write(data, last=last)

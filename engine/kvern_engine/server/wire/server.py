@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ class HttpServer:
         self.connections: set[Connection] = set()
         self.leaving = leaving
         self.stopping = False  # connections are closed, whatever their answers said
-        self._listeners: list[asyncio.AbstractServer] = []
+        self._listeners: list[asyncio.Server] = []
         self._stop = asyncio.Event()
         self._date = (0, b"")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -43,18 +44,41 @@ class HttpServer:
         try:
             await self._stop.wait()
         finally:
-            self.take_no_more()
+            await self.take_no_more()
             sweep.cancel()
         await self._end()
 
     def stop(self) -> None:
         self._stop.set()
 
-    def take_no_more(self) -> None:
-        """No new connections, and no new requests on those that are there, once what runs on them has ended."""
+    async def take_no_more(self) -> None:
+        """No new connections but those that wait to be taken, which closing alone would reset; and no new requests on
+        those that are there, once what runs on them has ended."""
         self.stopping = True
-        for listener in self._listeners:
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            waiting = [socket.socket(fileno=os.dup(each.fileno())) for each in listener.sockets]
             listener.close()
+            for each in waiting:
+                await self._take_all(each)
+
+    async def _take_all(self, listening: socket.socket) -> None:
+        """What its backlog holds. Another API server of the pod may listen there, too: either takes it."""
+        loop = asyncio.get_running_loop()
+        with listening:
+            listening.setblocking(False)
+            while True:
+                try:
+                    taken = listening.accept()[0]
+                except ConnectionAbortedError:
+                    continue
+                except OSError:  # BlockingIOError: nobody is left; or this process can open no more files
+                    return
+                taken.setblocking(False)
+                try:
+                    await loop.connect_accepted_socket(lambda: Connection(self), taken)
+                except OSError:
+                    taken.close()
 
     def let_go(self, idle_seconds: float) -> bool:
         """Close what no request has used for so long. Returns whether no connection is left."""
@@ -62,7 +86,7 @@ class HttpServer:
             connection.close_if_idle(idle_seconds)
         return not self.connections
 
-    async def _listen(self, sock: socket.socket) -> asyncio.AbstractServer:
+    async def _listen(self, sock: socket.socket) -> asyncio.Server:
         loop = asyncio.get_running_loop()
         if sock.family == socket.AF_UNIX:
             return await loop.create_unix_server(lambda: Connection(self), sock=sock, backlog=BACKLOG)
