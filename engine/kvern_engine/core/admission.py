@@ -34,13 +34,28 @@ def share_budget(wanted: list[int], budget: int, contested: bool) -> list[int]:
     return takes
 
 
-def wanted_tokens(books: Books) -> list[int]:
-    """Tokens that prompts still need: of those that run, and of the first in the queue where they may be let in."""
-    running = [len(seq.tokens) - seq.num_computed for seq in books.prefills]
+def wanted_tokens(books: Books, most: float) -> list[int]:
+    """Tokens that prompts still need: of those that run, and of the first in the queue while there is room for them.
+    It does not look further once they are more than `most` together."""
+    found = [len(seq.tokens) - seq.num_computed for seq in books.prefills]
     if not books.room_changed:
-        return running
-    first = books.waiting[: min(len(books.free_rows), _WINDOW)]
-    return running + [len(seq.tokens) - len(books.cached_prefix(seq)) * books.pool.block_size for seq in first]
+        return found
+    free = books.pool.num_free - books.reserve()
+    for seq in books.waiting[: min(len(books.free_rows), _WINDOW)]:
+        if seq.in_flight or sum(found) > most:
+            break
+        hits = books.cached_prefix(seq)
+        free -= sum(_blocks_for(books, seq, hits))
+        if free < 0:
+            break
+        found.append(len(seq.tokens) - len(hits) * books.pool.block_size)
+    return found
+
+
+def _blocks_for(books: Books, seq: Sequence, hits: list[int]) -> tuple[int, int]:
+    """Free blocks that a sequence takes which found `hits`, and those that it may grow into."""
+    total = books.pool.blocks_for(len(seq.tokens))
+    return total - len(hits) + books.pool.num_idle(hits[hits.count(NO_BLOCK) :]), books.growth(seq, total)
 
 
 def fork_deferred(books: Books, draft: Draft, budget: int) -> int:
@@ -130,9 +145,7 @@ def _admit(
             # Cut in two, its attention is slower, and the step is full enough: it is the next one's first.
             only_room_lacked = False
             break
-        total = pool.blocks_for(len(seq.tokens))
-        need = total - len(hits) + pool.num_idle(hits[hits.count(NO_BLOCK) :])
-        growth = books.growth(seq, total)
+        need, growth = _blocks_for(books, seq, hits)
         short_enough = longest is None or rest <= longest
         fits = need + growth + reserve <= pool.num_free  # where nobody runs, whatever was not refused fits
         if any(other.passed_over >= config.patience for other in passed):

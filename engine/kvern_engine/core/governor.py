@@ -141,15 +141,16 @@ class ChunkGovernor:
             return None
         return (self.itl_factor * (1 + rush) - 1) * decode / cost
 
-    def _long_tokens(self, decode_rows: int) -> float:
-        """Prompt tokens of a step as long as may be. A token's price is that of long steps, or the present one where
-        that is higher: behind a long context."""
-        decode, cost = self.decode_seconds(decode_rows), self.token_seconds()
-        if decode is None or cost is None or not self.has_credit:
+    def long_tokens(self, decode_rows: int) -> float:
+        """Prompt tokens of a step as long as may be; 0 where there is no credit or no long prompt would fit. A token's
+        price is that of long steps, or the present one where that is higher: behind a long context."""
+        decode, cost, usual = self.decode_seconds(decode_rows), self.token_seconds(), self._usual_tokens(decode_rows)
+        if decode is None or cost is None or usual is None or not self.has_credit:
             return 0.0
         if self._long:
             cost = max(cost, _median(self._long))
-        return min((min(_LONG_FACTOR * decode, _LONG_SECONDS) - decode) / cost, self.max_chunk)
+        tokens = min((min(_LONG_FACTOR * decode, _LONG_SECONDS) - decode) / cost, self.max_chunk)
+        return tokens if tokens > _LONG_PROMPT * usual else 0.0
 
     def cap(self, decode_rows: int, idle_share: float = 0.0, wanted: Sequence[int] = ()) -> int:
         """Most prompt tokens for the next step, where `decode_rows` rows decode in it.
@@ -183,7 +184,7 @@ class ChunkGovernor:
         grain = 16 if tokens >= 64 else 8
         rounded = int(min(tokens, self.max_chunk)) // grain * grain
         usual = min(max(rounded, self.min_chunk), self.max_chunk)
-        if wanted and max(wanted) > _LONG_PROMPT * usual and sum(wanted) <= self._long_tokens(decode_rows):
+        if wanted and max(wanted) > _LONG_PROMPT * usual and sum(wanted) <= self.long_tokens(decode_rows):
             self._free = usual
             return sum(wanted)
         return usual

@@ -280,7 +280,8 @@ class Scheduler:
                 per_request = min(budget, config.long_prefill_token_threshold)
             else:
                 idle = max(0, min(len(books.waiting), len(books.free_rows)) - _NO_CROWD) / config.max_num_seqs
-                wanted = wanted_tokens(books) if self.governor.has_credit and not idle else []
+                most = 0.0 if idle else self.governor.long_tokens(draft.decode_rows)
+                wanted = wanted_tokens(books, most) if most else []
                 budget = per_request = min(budget, self.governor.cap(draft.decode_rows, idle, wanted))
         if budget > 0:
             schedule_prompts(books, draft, budget, per_request, config)

@@ -123,9 +123,9 @@ def test_a_crowd_at_the_door_may_take_longer_steps() -> None:
     assert sum(engine.step().counts[1:]) == 112
 
 
-def engine_with_credit(**config: Any) -> Engine:
+def engine_with_credit(num_blocks: int = 2000, **config: Any) -> Engine:
     """One stream decodes, in 5 ms; a prompt token beside it costs 50 us: usual chunks of 64, long steps up to 900."""
-    engine = Engine(num_blocks=2000, max_num_batched_tokens=2048, max_model_len=2000, itl_factor=1.8, **config)
+    engine = Engine(num_blocks, max_num_batched_tokens=2048, max_model_len=2000, itl_factor=1.8, **config)
     submit = engine.worker.submit
 
     def timed(plan: StepPlan) -> None:
@@ -167,6 +167,27 @@ def test_a_long_prompt_that_is_cached_is_no_reason_for_a_long_step() -> None:
         engine.add(name, 50, max_tokens=1)
     assert sum(engine.step().counts[1:]) == 64
     assert engine.scheduler.governor.has_credit
+
+
+def test_a_long_prompt_that_finds_no_room_gives_its_step_to_nobody() -> None:
+    """What comes before it is not long: it would spend the credit."""
+    engine = engine_with_credit(num_blocks=90)
+    engine.add("short", 180, max_tokens=1)
+    engine.add("long", 330, max_tokens=1)
+    assert engine.step().counts == [1, 64]
+    assert engine.scheduler.governor.has_credit
+
+
+def test_prompts_are_not_looked_at_where_no_long_step_can_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashing those of eight waiting prompts at once is a pause of its own."""
+    engine = engine_with_credit()
+    engine.add("first", 600, max_tokens=1)
+    assert engine.step().counts == [1, 600]
+    looked = []
+    monkeypatch.setattr("kvern_engine.core.scheduler.wanted_tokens", lambda *given: looked.append(given) or [])
+    engine.add("second", 600, max_tokens=1)
+    engine.step(5)
+    assert not looked
 
 
 def test_in_a_pipeline_a_long_step_takes_as_many_more() -> None:
