@@ -12,7 +12,7 @@ from kvern_engine.core.plan import WorkerReady
 from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import resolve_model
 from kvern_engine.model_config import ModelConfig
-from kvern_engine.parallel.layout import Layout, feasible_tensor_sizes
+from kvern_engine.parallel.layout import Layout, possible_sizes
 
 
 def model_shape(config: EngineConfig) -> ModelConfig:
@@ -76,9 +76,9 @@ def feasible_layouts(
     layout = Layout.of(config)
     memory = rank_memory(config, layout, ready, host_kv)
     found = {}
-    for size in feasible_tensor_sizes(model, layout.world // layout.pipeline):
+    for size in possible_sizes(model, layout.world // layout.pipeline, config.batch_invariant):
         engines, rest = divmod(layout.world, size * layout.pipeline)
-        if rest or (config.batch_invariant and size > 2):  # see EngineConfig
+        if rest:
             continue
         if size == layout.tensor or config.num_gpu_blocks_override is not None:
             tokens = ready.num_blocks * ready.block_size

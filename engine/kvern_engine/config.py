@@ -85,7 +85,7 @@ class EngineConfig(BaseModel):
     )
     shutdown_grace_seconds: float = _flag(
         0.0,
-        "Without a router in front: after SIGTERM, go on accepting for this long (until endpoints have noticed).",
+        "Above 0: no router is in front. After SIGTERM, accept for at least this long, until endpoints have noticed.",
         "Server",
         ge=0,
     )
@@ -212,7 +212,7 @@ class EngineConfig(BaseModel):
     enforce_eager: bool = _flag(False, "Never use CUDA graphs.", "Execution")
     batch_invariant: bool = _flag(
         False,
-        "Results do not depend on what else runs, nor, on GPUs, on whether one or two ranks compute them.",
+        "Results do not depend on what else runs; on GPUs, FP8 weights aside, nor on whether there are 1 or 2 ranks.",
         "Execution",
     )
     seed: int = _flag(0, "Base of the seeds of requests that bring none.", "Execution")

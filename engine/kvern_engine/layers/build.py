@@ -12,7 +12,8 @@ from kvern_engine.parallel.layout import ModelShard
 @dataclass(frozen=True)
 class Build:
     """`shard` is the part of the model that this rank of `group` holds; `longest` is the longest sequence it will
-    see; `invariant`: numbers must depend neither on the batch nor on whether there are one or two ranks."""
+    see; `invariant`: numbers depend neither on the batch nor on whether there are one or two ranks (on GPUs, also of
+    layers whose weights wait in the host's memory)."""
 
     config: ModelConfig
     shard: ModelShard
@@ -41,13 +42,9 @@ class Build:
 
     @property
     def pieces(self) -> int:
-        """`Linear.pieces` of a layer whose inputs the ranks share; 0 but for invariant numbers on a GPU.
-
-        There are two in all, so that one rank adds up what two would. (On a CPU `worker/invariant.py` is enough for
-        one size, and nothing is promised from one to the other.)"""
-        if not self.invariant or self.device.type != "cuda":
-            return 0
-        return max(1, 2 // self.group.size)
+        """`Linear.pieces` of a layer whose inputs the ranks share, 0 where numbers need not be `invariant`. There are
+        two in all, so that one rank adds up what two would."""
+        return max(1, 2 // self.group.size) if self.invariant else 0
 
     @property
     def output_pieces(self) -> int:

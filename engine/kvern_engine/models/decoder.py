@@ -97,6 +97,8 @@ class DecoderLM:
         parallel = parallel or ParallelContext.single()
         self._group = group = parallel.tensor
         self.shard = shard = parallel.shard(config)
+        # On a CPU the tiles of `worker/invariant.py` are enough for one size, and nothing is promised for another.
+        invariant = invariant and device.type == "cuda"
         self.build = build = Build(config, shard, group, dtype, device, max_positions, invariant)
         hidden = config.hidden_size
         if shard.is_first:

@@ -153,6 +153,11 @@ def feasible_tensor_sizes(model: ModelConfig, devices: int) -> list[int]:
     return [size for size in range(1, devices + 1) if _why_not(model, size) is None]
 
 
+def possible_sizes(model: ModelConfig, devices: int, batch_invariant: bool) -> list[int]:
+    """Those that a pod can change to. More than two ranks add up in an order that depends on the place in a step."""
+    return [size for size in feasible_tensor_sizes(model, devices) if size <= 2 or not batch_invariant]
+
+
 def check_layout(model: ModelConfig, layout: Layout) -> None:
     """Raises ValueError where a model cannot be split in this way, naming the sizes that can be chosen.
 

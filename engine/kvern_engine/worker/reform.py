@@ -110,7 +110,7 @@ class Reformed:
             size = self._size_kv_cache()
             arena: list[Tensor] = [] if self._in_turn else self.worker._arena(size.num_blocks)
             self.worker.runner = self.worker._make_runner(arena)
-            if self.worker._use_graphs:
+            if self.worker.uses_graphs:
                 self.worker.runner.add_graphs()  # captured as steps need them: all ranks get the same steps
         return msgspec.structs.replace(
             ready,

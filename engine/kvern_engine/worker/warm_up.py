@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvern_engine.models.registry import CausalLM, model_class
 from kvern_engine.parallel.groups import ParallelContext, TensorGroup
-from kvern_engine.parallel.layout import Layout, feasible_tensor_sizes
+from kvern_engine.parallel.layout import Layout, possible_sizes
 from kvern_engine.worker.load import random_weights
 from kvern_engine.worker.profile_plan import profile_plan
 from kvern_engine.worker.runner import Runner
@@ -54,7 +54,7 @@ class AloneGroup(TensorGroup):
 def other_layouts(worker: "Worker") -> list[Layout]:
     """The layouts that the worker's pod could change to."""
     world, own = worker.layout.world, worker.layout.tensor
-    sizes = feasible_tensor_sizes(worker.model.config, world)
+    sizes = possible_sizes(worker.model.config, world, worker.config.batch_invariant)
     return [Layout(world // size, size) for size in sizes if world % size == 0 and size != own]
 
 
@@ -102,7 +102,7 @@ def _run(worker: "Worker", model: CausalLM) -> None:
     layer = torch.zeros(2, heads, 1, size, head_dim, dtype=model.dtype, device=worker.device)
     runner = Runner(model, tables, [layer], tokens, invariant=worker.config.batch_invariant)
     runner.execute(profile_plan(tokens, limits.max_num_seqs, worker.max_model_len, size)).result()
-    if worker._use_graphs:
+    if worker.uses_graphs:
         decode, mixed = runner.add_graphs()
         decode.capture([rows for rows in _DECODES if rows in decode.sizes])
         mixed.capture(mixed.sizes[:: max(1, len(mixed.sizes) // _MIXED)])

@@ -150,7 +150,7 @@ class Worker:
         if self.config.batch_invariant:
             with self._phase("invariance", report):
                 self._check_invariance(self.runner, size.num_blocks)
-        if self._use_graphs:
+        if self.uses_graphs:
             with self._phase("graphs", report), self._out_of_memory("CUDA graphs (see enforce_eager)"):
                 decode, mixed = self.runner.add_graphs()
                 mixed.capture(mixed.sizes, lambda share: report("graphs", share / 2))
@@ -202,7 +202,7 @@ class Worker:
         return self.step_limits.max_num_batched_tokens
 
     @property
-    def _use_graphs(self) -> bool:
+    def uses_graphs(self) -> bool:
         # A graph is a whole step, from the row tables to the sampled tokens: a stage of several cannot be one. Ranks of
         # a stage capture the same graphs in the same order, with NCCL's all-reduces in them.
         alone = self.layout.pipeline == 1
@@ -393,7 +393,7 @@ class Worker:
             return 0
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
-        graphs = self._measure_graphs(runner) if self._use_graphs else 0
+        graphs = self._measure_graphs(runner) if self.uses_graphs else 0
         del runner
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)

@@ -6,6 +6,7 @@ Everybody else is played by `Played`: it answers as they do until it is told to 
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,7 @@ def everybody_is_back(pod: Played, reason: str, engines: Sequence[int], lost: Se
     assert pod.layout == pod.source and not pod.switch.running
     record = pod.said(LayoutState)[-1].last[0]
     assert (record.outcome, record.reason) == ("RolledBack", reason)
+    assert 0 <= time.time() - record.ended < 60
     taken = {index: order for _, index, order in pod.told(TakeOver) if order.data == pod.source.data}
     assert sorted(taken) == list(engines)
     for engine, order in taken.items():

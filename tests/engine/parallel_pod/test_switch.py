@@ -124,7 +124,7 @@ def test_a_lost_rank_takes_its_engine_along_and_nobody_else(own_pod: SwitchPod, 
         victim.send_signal(signal.SIGKILL)
     assert wait_for(lambda: pod.layout()["phase"] == "Stable", ENDS)
     (record, *_) = pod.layout()["last"]
-    assert record["outcome"] == "RolledBack"
+    assert record["outcome"] == "RolledBack" and 0 <= record["secondsAgo"] < 60
     assert why in record["reason"]
     assert (pod.layout()["current"], pod.layout()["engines"]) == (1, 4)
     found = running.finish()

@@ -202,6 +202,7 @@ def test_two_pieces_in_all_where_numbers_are_invariant(ranks: int, inputs: int, 
     build = Build(model, shard, TensorGroup(ranks), torch.bfloat16, torch.device("cuda"), 64, invariant=True)
     assert (build.pieces, build.output_pieces) == (inputs, outputs)
     assert not build.in_parts and not build.sums_in_norm
-    for other in (build.on(torch.device("cpu")), replace(build, invariant=False)):
-        assert (other.pieces, other.output_pieces) == (0, 0)
+    offloaded, other = build.on(torch.device("cpu")), replace(build, invariant=False)
+    assert (offloaded.pieces, offloaded.output_pieces) == (inputs, outputs), "it computes on the GPU all the same"
+    assert (other.pieces, other.output_pieces) == (0, 0)
     assert replace(build, group=TensorGroup(), invariant=False).in_parts
