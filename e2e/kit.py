@@ -177,8 +177,16 @@ class Client:
     started: bool = field(default=False)
 
     def exec(self, *command: str, timeout: float = 180, check: bool = True) -> str:
-        """Run something in the pod."""
-        return kubectl("-n", self.namespace, "exec", self.pod, "--", *command, timeout=timeout, check=check)
+        """Run something in the pod. Its kubelet may know no pods for a moment, as after etcd was restored: then nothing
+        has been run, and it is asked again."""
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                return kubectl("-n", self.namespace, "exec", self.pod, "--", *command, timeout=timeout, check=check)
+            except CommandError as error:
+                if "unable to upgrade connection" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(1.0)
 
     def ask(self, url: str, model: str, prompt: str, *options: str, timeout: float = 180) -> Object:
         """One JSON line of client/ask.py."""
