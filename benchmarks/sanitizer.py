@@ -33,6 +33,7 @@ CHOSEN = {
         "test_rows_that_only_the_device_knows[2]",
         "test_fp8_rows[5-100]",
         "test_linear_parts[5-100-40-3]",
+        "test_invariant_linear[5-100-40-2-dtype1]",
         "test_gated_linear[5-100-20]",
         "test_small_fp8_products[13-4096-True]",
         "test_parts_are_added_by_what_follows[3]",
