@@ -87,8 +87,7 @@ class Lifecycle:
         To be called when this one may have become ready, too.
         """
         engines = [e.state for e in self._engines()]
-        draining = self.terminating or self.drain_flag.is_set()
-        state = pod_state(engines, draining=draining, was_ready=self._was_ready, loaded=self.loaded)
+        state = pod_state(engines, draining=self.draining, was_ready=self._was_ready, loaded=self.loaded)
         if state == "ready" and not self._was_ready:
             self._metrics.say_ready()
             if not self._metrics.all_ready():
