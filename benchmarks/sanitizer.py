@@ -27,7 +27,8 @@ CHOSEN = {
         "test_rope_and_cache[2-1-6-dtype1-True]",
         "test_mixed_steps[16-query_lens3-seq_lens3]",
         "test_half_precision[dtype1]",
-        "test_splits_and_verification[3-3]",
+        "test_pieces_and_verification[3-128]",
+        "test_the_device_plans_as_the_reference[40x2021-None]",
         "test_padded_rows_are_zero_and_write_nothing",
         "test_gather_contexts",
         "test_rows_that_only_the_device_knows[2]",
@@ -41,7 +42,7 @@ CHOSEN = {
     "fp8_cases.py": [
         "test_mixed_steps[16-query_lens3-seq_lens3]",
         "test_head_shapes[3-3-80]",
-        "test_splits_and_verification[8-3]",
+        "test_pieces_and_verification[8-128]",
         "test_padded_rows_are_zero",
         "test_gather_contexts_in_another_type",
         "test_rows_that_only_the_device_knows[2]",

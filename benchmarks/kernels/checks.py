@@ -21,7 +21,9 @@ from kvern_kernels import (
     norm_triton,
     rotary,
     rotary_triton,
+    split_kv,
 )
+from kvern_kernels.decode_attention_triton import sm_count
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 Check = tuple[str, Callable[[], float], float]
@@ -85,11 +87,12 @@ def graph_check() -> float:
     """A captured decode step of 8 padded rows, replayed over changed lengths, tables and caches."""
     q, kv, meta = paged_case([1] * 8, [4096] * 8, 32, 8, 128, 16, torch.bfloat16)
     kv.copy_(torch.randn_like(kv))
-    meta.max_splits = 7
-    meta.workspace = DecodeWorkspace.allocate(8, 32, 128, 7, 1, "cuda")
+    pieces = split_kv.most_pieces(8, 4096, 8, sm_count(q.device))
+    meta.workspace = DecodeWorkspace.allocate(pieces, 32, 128, 1, "cuda")
     q = q.contiguous()
     attention_triton.paged_attention(q, kv, meta, 128**-0.5)
     graph = torch.cuda.CUDAGraph()
+    meta.plan_cache.clear()  # a step of its own: what it cuts is worked out at each replay
     with torch.cuda.graph(graph):
         out = attention_triton.paged_attention(q, kv, meta, 128**-0.5)
     worst = 0.0

@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from timing import paged, time_calls
+from timing import chats, paged, time_calls
 from workloads import LLAMA3_8B
 
 from kvern_engine.loading.config import read_model_config
@@ -44,23 +44,24 @@ def make_model(fp8):
     return model
 
 
-def inputs(rows, context):
+def inputs(contexts):
     """What a captured step of `rows` rows has: its grid serves contexts of up to LONGEST tokens."""
-    _, arena, meta = paged([1] * rows, [context] * rows, 16, LAYERS)
-    blocks = meta.block_tables[:, -1].long()
-    slots = blocks * 16 + (context - 1) % 16
-    pieces = rows * split_kv.choose_splits(LONGEST, split_kv.min_split_tokens(rows * 8, 132))
+    rows = len(contexts)
+    _, arena, meta = paged([1] * rows, contexts, 16, LAYERS)
+    last = torch.tensor(contexts, device="cuda") - 1
+    blocks = meta.block_tables.gather(1, (last // 16)[:, None]).flatten().long()
+    slots = blocks * 16 + last % 16
+    pieces = split_kv.most_pieces(rows, LONGEST, 8, 132)
     meta = replace(
         meta,
         slots=slots,
         max_seq_len=LONGEST,
-        workspace=DecodeWorkspace.allocate(pieces, 32, 128, 1, 1, "cuda"),
+        workspace=DecodeWorkspace.allocate(pieces, 32, 128, 1, "cuda"),
         query_lens=None,
         seq_lens_list=None,
     )
     ids = torch.randint(1000, 100000, (rows,), dtype=torch.int32, device="cuda")
-    positions = torch.full((rows,), context - 1, dtype=torch.int64, device="cuda")
-    return ids, positions, list(arena.unbind(0)), meta
+    return ids, last, list(arena.unbind(0)), meta
 
 
 def kernel_times(call):
@@ -74,7 +75,7 @@ def kernel_times(call):
 
 
 def measure(model, rows, context, take_apart):
-    ids, positions, caches, meta = inputs(rows, context)
+    ids, positions, caches, meta = inputs(chats(rows) if context == "chats" else [int(context)] * rows)
 
     def step():
         meta.plan_cache.clear()
@@ -87,7 +88,7 @@ def measure(model, rows, context, take_apart):
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", type=Path, required=True)
-    ap.add_argument("--cases", nargs="+", default=["1x216", "32x216", "32x4088", "128x384"])
+    ap.add_argument("--cases", nargs="+", default=["1x216", "32x216", "32x4088", "128x384", "40xchats"])
     ap.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
     ap.add_argument("--vendor-products", action="store_true")
     ap.add_argument("--kernels", action="store_true")
@@ -99,7 +100,11 @@ def main():
         for precision in a.precisions:
             model = make_model(precision == "fp8")
             for case in a.cases:
-                line = {"precision": precision, **variant, **measure(model, *map(int, case.split("x")), a.kernels)}
+                line = {
+                    "precision": precision,
+                    **variant,
+                    **measure(model, int(case.split("x")[0]), case.split("x")[1], a.kernels),
+                }
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 print(json.dumps(line), flush=True)

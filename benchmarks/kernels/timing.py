@@ -3,30 +3,34 @@ found in the L2 cache. Used by `bench_kernels.py`.
 """
 
 import math
+import random
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from kvern_kernels import (
     AttentionMetadata,
-    DecodeWorkspace,
     activation_triton,
     attention_triton,
     norm_triton,
     rotary_triton,
     split_kv,
 )
-from kvern_kernels.decode_attention_triton import DecodeTiles, decode_attention, sm_count
+from kvern_kernels.decode_attention_triton import DecodeTiles, decode_attention
 from kvern_kernels.gather_triton import gather_contexts
 from kvern_kernels.prefill_attention_triton import PrefillTiles, prefill_attention
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from workloads import sharegpt_like
 
 COPY_TB_S, MATMUL_TFLOP_S = 4.3, 790.0  # the card's ceilings as measured, see docs/performance-kernels.md
 HEADS, KV_HEADS, DIM, HIDDEN, INTERMEDIATE = 32, 8, 128, 4096, 14336
 DTYPE = torch.bfloat16
-MIN_FORCED = 64  # least tokens of a piece where a case forces the number of splits
 ROTATE_BYTES = 300e6  # five times the L2
 
 
@@ -121,20 +125,18 @@ def decode(
 ) -> Timing:
     rows = len(seq_lens)
     moved = 2.0 * KV_HEADS * DIM * 2 * sum(seq_lens) + 2.0 * rows * HEADS * DIM * 2
-    least = MIN_FORCED if splits else split_kv.min_split_tokens(rows * KV_HEADS, sm_count(torch.device("cuda")))
-    chosen = splits or split_kv.choose_splits(max(seq_lens), least)
+    piece = split_kv.ceil_div(max(seq_lens), splits) if splits else None
 
     def build() -> list[Callable[[], object]]:
         q, arena, meta = paged([1] * rows, seq_lens, block_size, copies(moved))
-        meta.workspace = DecodeWorkspace.allocate(rows, HEADS, DIM, chosen, 1, "cuda")
         out = torch.empty_like(q)
 
         def call(kv: torch.Tensor) -> Callable[[], object]:
-            return lambda: decode_attention(q, kv, meta, DIM**-0.5, out, rows, 1, chosen, least, tiles)
+            return lambda: decode_attention(q, kv, meta, DIM**-0.5, out, rows, 1, piece, tiles)
 
         return [call(kv) for kv in arena]
 
-    config = {"block_size": block_size, "splits": chosen}
+    config = {"block_size": block_size} | ({"splits": splits} if splits else {})
     if tiles:
         config |= {"tiles": [tiles.block_n, tiles.num_warps, tiles.num_stages]}
     return Timing("decode_attention", name, build, moved, 0.0, config)
@@ -289,6 +291,14 @@ def uneven(rows: int, longest: int) -> list[int]:
     return [64 + (i * 37 % rows) * (longest - 64) // max(rows - 1, 1) for i in range(rows)]
 
 
+def chats(rows: int, seed: int = 1) -> list[int]:
+    """Context lengths of `rows` running requests of the sharegpt workload, at a moment of a steady load."""
+    rng = random.Random(seed)
+    lengths = [(len(prompt), most) for prompt, most in sharegpt_like(2000)]
+    picked = rng.choices(lengths, weights=[most for _, most in lengths], k=rows)
+    return [prompt + rng.randint(1, most) for prompt, most in picked]
+
+
 DECODE_TILES = [DecodeTiles(*t) for t in ((64, 2, 5), (64, 4, 3), (32, 2, 4), (128, 4, 3), (32, 1, 4), (64, 1, 4))]
 PREFILL_TILES = [
     PrefillTiles(*t) for t in ((128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 2))
@@ -302,6 +312,8 @@ def headline() -> Iterator[Timing]:
             for context in (384, 4096, 8192):
                 yield decode(f"b{rows} ctx{context}", [context] * rows, block_size)
         yield decode("b64 ctx 64..8192", uneven(64, 8192), block_size)
+        for rows in (16, 32, 40, 64, 128, 256):
+            yield decode(f"b{rows} of chats", chats(rows), block_size)
     for name in PREFILLS:
         yield dispatched(name)
     for name in PLAIN_PREFILLS:
@@ -322,7 +334,7 @@ def sweep() -> Iterator[Timing]:
     for rows, seq_lens in cases:
         name = f"b{rows} ctx{seq_lens[0]}" if len(set(seq_lens)) == 1 else f"b{rows} ctx 64..{max(seq_lens)}"
         for splits in (1, 2, 4, 8, 16, 32, 64):
-            if splits == 1 or (max(seq_lens) >= splits * MIN_FORCED and rows * splits <= 512):
+            if splits == 1 or (max(seq_lens) >= splits * 64 and rows * splits <= 512):
                 yield decode(name, seq_lens, 16, splits)
         for tiles in DECODE_TILES:
             yield decode(name, seq_lens, 16, None, tiles)

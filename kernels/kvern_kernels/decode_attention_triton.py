@@ -3,8 +3,8 @@
 
 A program reads one row, one KV head and one piece of the context (flash-decoding, Dao et al. 2023). The query heads of
 the KV head and the row's 1..8 query tokens are the rows of its tile, so K and V are read once. A second, small kernel
-merges the pieces of rows that were split. Both read the lengths on the device only, so that a captured graph serves
-any lengths.
+merges the pieces of rows that were cut. Which program reads what is worked out on the device once a step
+(`decode_plan_triton.py`), so that a captured graph serves any lengths.
 """
 
 import functools
@@ -18,21 +18,26 @@ from torch import Tensor
 
 from . import split_kv
 from .decode_fp8_triton import decode_fp8_kernel
+from .decode_plan_triton import DecodePlan, plan_decode
 from .kv_cache import checked_scales
 from .launch_triton import after_previous, early_launch
 from .metadata import AttentionMetadata, DecodeWorkspace
 from .paged_triton import LOG2E, head_offsets, hide, kv_pointers, online_softmax, piece_of, queries_of, store_stats
+from .split_kv import Cut
 
 MAX_QUERY_LEN = 8
+_MERGED_AT_ONCE = 32  # rows
+_FEW_ROWS = 8
 
 
-@triton.jit(do_not_specialize=["table_stride", "min_tiles"])
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q_ptr,
     kv_ptr,
     out_ptr,
     partial_ptr,
     stats_ptr,
+    pieces_ptr,
     table_ptr,
     query_start_ptr,
     seq_lens_ptr,
@@ -41,7 +46,6 @@ def _decode_kernel(
     kv_stride,
     head_stride,
     table_stride,
-    min_tiles,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_Q: tl.constexpr,
@@ -52,16 +56,12 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    row, begin, end, pieces = piece_of(pieces_ptr, tl.program_id(1))
     after_previous()
     head = tl.program_id(0)
-    row = tl.program_id(1)
-    split = tl.program_id(2)
-    splits = tl.num_programs(2)
-    seq_len = tl.load(seq_lens_ptr + row)
-    used, begin, end = piece_of(seq_len, split, splits, min_tiles, BLOCK_N)
-    if split >= used:
+    if row < 0:
         return
-    first_token, query_len = queries_of(row, query_start_ptr, MAX_Q)
+    first_token, query_len, seq_len = queries_of(row, query_start_ptr, seq_lens_ptr, end, MAX_Q)
 
     tile_rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, D_BLOCK)
@@ -89,64 +89,75 @@ def _decode_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
 
     out_offsets = head_offsets(first_token, tile_rows, head, KV_HEADS * GROUP * D, GROUP, D)
-    if used == 1:
+    if pieces == 1:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         target = out_ptr + out_offsets[:, None] + dims[None, :]
         tl.store(target, result.to(out_ptr.dtype.element_ty), mask=inside)
         return
 
-    piece = (row.to(tl.int64) * KV_HEADS + head) * splits + split
+    piece = tl.program_id(1).to(tl.int64) * KV_HEADS + head
     part = partial_ptr + piece * (MAX_Q * GROUP * D) + tile_rows[:, None] * D + dims[None, :]
     tl.store(part, acc, mask=inside)
     store_stats(stats_ptr, piece, tile_rows, top, total, MAX_Q * GROUP)
 
 
-@triton.jit(do_not_specialize=["splits", "min_tiles"])
+@triton.jit(do_not_specialize=["most"])
 def _merge_kernel(
     out_ptr,
     partial_ptr,
     stats_ptr,
+    merges_ptr,
     query_start_ptr,
-    seq_lens_ptr,
-    splits,
-    min_tiles,
+    most,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_Q: tl.constexpr,
     D: tl.constexpr,
     D_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    """Merge one row's pieces for one query token and head by their maxima and sums; rows of one piece are done."""
+    """Merge the pieces of the rows that have several, PIECES at a time, for one query token and head, by their maxima
+    and sums. There are programs for some rows at a time only: mostly few rows were cut, and programs without work are
+    not free."""
+    has_work = tl.load(merges_ptr + 3 * tl.program_id(0)) >= 0
     after_previous()
-    row = tl.program_id(0)
+    if not has_work:
+        return
     head = tl.program_id(1)
     token = tl.program_id(2)
-    tiles = tl.cdiv(tl.load(seq_lens_ptr + row), BLOCK_N)
-    used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), min_tiles))
-    if used <= 1:
-        return
-    if MAX_Q == 1:
-        out_token = row
-    else:
-        out_token = tl.load(query_start_ptr + row) + token
-        if out_token >= tl.load(query_start_ptr + row + 1):
-            return
-    pieces = tl.arange(0, SPLITS_BLOCK)
     dims = tl.arange(0, D_BLOCK)
-    inside = pieces < used
     tile_row = token * GROUP + head % GROUP
-    owner = (row.to(tl.int64) * (HEADS // GROUP) + head // GROUP) * splits
-    stats = stats_ptr + (owner + pieces) * (2 * MAX_Q * GROUP) + tile_row
-    parts = partial_ptr + (owner + pieces)[:, None] * (MAX_Q * GROUP * D) + tile_row * D + dims[None, :]
-    values = tl.load(parts, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
-    tops = tl.load(stats, mask=inside, other=float("-inf"))
-    totals = tl.load(stats + MAX_Q * GROUP, mask=inside, other=0.0)
-    weights = tl.exp2(tops - tl.max(tops, axis=0))
-    result = tl.sum(values * weights[:, None], axis=0) / tl.sum(totals * weights, axis=0)
-    target = out_ptr + (out_token.to(tl.int64) * HEADS + head) * D + dims
-    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=dims < D)
+    kv_heads: tl.constexpr = HEADS // GROUP
+    rows: tl.constexpr = MAX_Q * GROUP
+    for number in range(tl.program_id(0), most, tl.num_programs(0)):
+        entry = merges_ptr + 3 * number
+        row, first, used = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        out_token = row
+        asked = row >= 0
+        if MAX_Q > 1:
+            out_token = tl.load(query_start_ptr + row, mask=asked, other=0) + token
+            asked = asked & (out_token < tl.load(query_start_ptr + row + 1, mask=asked, other=0))
+        if asked:
+            top = float("-inf")
+            total = 0.0
+            acc = tl.zeros([D_BLOCK], tl.float32)
+            for start in range(0, used, PIECES):
+                pieces = start + tl.arange(0, PIECES)
+                inside = pieces < used
+                owner = (first + pieces).to(tl.int64) * kv_heads + head // GROUP
+                parts = partial_ptr + owner[:, None] * (rows * D) + tile_row * D + dims[None, :]
+                stats = stats_ptr + owner * (2 * rows) + tile_row
+                values = tl.load(parts, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
+                tops = tl.load(stats, mask=inside, other=float("-inf"))
+                totals = tl.load(stats + rows, mask=inside, other=0.0)
+                new_top = tl.maximum(top, tl.max(tops, axis=0))
+                weights = tl.exp2(tops - new_top)
+                decay = tl.exp2(top - new_top)
+                acc = acc * decay + tl.sum(values * weights[:, None], axis=0)
+                total = total * decay + tl.sum(totals * weights, axis=0)
+                top = new_top
+            target = out_ptr + (out_token.to(tl.int64) * HEADS + head) * D + dims
+            tl.store(target, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
 @dataclass(frozen=True)
@@ -180,14 +191,14 @@ def choose_tiles(head_dim: int, element_size: int, rows: int, few: bool) -> Deco
 _workspaces: dict[torch.device, DecodeWorkspace] = {}
 
 
-def _workspace(meta: AttentionMetadata, q: Tensor, rows: int, splits: int, query_len: int) -> DecodeWorkspace:
-    sizes = (rows, q.shape[1], q.shape[2], splits, query_len)
+def _workspace(meta: AttentionMetadata, q: Tensor, pieces: int, query_len: int) -> DecodeWorkspace:
+    sizes = (pieces, q.shape[1], q.shape[2], query_len)
     given = meta.workspace
     if given is not None:
         if not given.holds(*sizes):
             raise ValueError(
-                f"the decode workspace is too small for {rows} rows x {q.shape[1]} heads x {splits} splits x "
-                f"{query_len} query tokens of head_dim {q.shape[2]}; allocate it with DecodeWorkspace.allocate"
+                f"the decode workspace is too small for {pieces} pieces x {q.shape[1]} heads x {query_len} query "
+                f"tokens of head_dim {q.shape[2]}; allocate it with DecodeWorkspace.allocate"
             )
         return given
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -215,6 +226,21 @@ def _kernel_for(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> tuple[Any, T
     return decode_fp8_kernel, kv.view(torch.int16), [kv_scales], {"WORDS": words}
 
 
+def _cut(rows: int, kv_heads: int, max_context: int, tile: int, device: torch.device, piece: int | None) -> Cut:
+    multiprocessors = sm_count(device)
+    capacity = split_kv.most_pieces(rows, max_context, kv_heads, multiprocessors, piece)
+    return Cut(tile, capacity, split_kv.PROGRAMS * multiprocessors, kv_heads, piece)
+
+
+def _plan(meta: AttentionMetadata, seq_lens: Tensor, rows: int, cut: Cut) -> DecodePlan:
+    """The plan of a launch, worked out by the first of a step's layers."""
+    key = ("decode", rows, cut)
+    plan: DecodePlan | None = meta.plan_cache.get(key)
+    if plan is None:
+        plan = meta.plan_cache[key] = plan_decode(seq_lens, rows, cut)
+    return plan
+
+
 def decode_attention(
     q: Tensor,
     kv: Tensor,
@@ -223,17 +249,16 @@ def decode_attention(
     out: Tensor,
     rows: int,
     query_len: int,
-    splits: int | None = None,
-    min_tokens: int | None = None,
+    piece: int | None = None,
     tiles: DecodeTiles | None = None,
     seq_lens: Tensor | None = None,
     kv_scales: Tensor | None = None,
 ) -> None:
     """Attention of the first `rows` rows, each with at most `query_len` (<= 8) query tokens, into `out` [T, Hq, D].
 
-    With `query_len` 1 row i's token is token i. `splits`, `min_tokens` (of a piece) and `tiles` default to the measured
-    choice; `seq_lens` [R] int32 stands in for that of `meta`; `kv_scales` [2, Hkv] are those of a cache in FP8. Raises
-    ValueError where `query_len` is over 8 or the given workspace is too small.
+    With `query_len` 1 row i's token is token i. `piece` (tokens of a piece of a context) and `tiles` default to the
+    measured choice; `seq_lens` [R] int32 stands in for that of `meta`, in all calls of a step; `kv_scales` [2, Hkv] are
+    those of a cache in FP8. Raises ValueError where `query_len` is over 8 or the given workspace is too small.
     """
     if query_len > MAX_QUERY_LEN:
         raise ValueError(f"query_len must be at most {MAX_QUERY_LEN}, got {query_len}")
@@ -243,22 +268,22 @@ def decode_attention(
     heads, dim = q.shape[1], q.shape[2]
     kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = heads // kv_heads
-    multiprocessors = sm_count(q.device)
     # How a context is cut must not follow from how many heads this rank has.
-    programs = rows if meta.each_alone else rows * kv_heads
-    few = programs <= multiprocessors
+    few = (rows if meta.each_alone else rows * kv_heads) <= sm_count(q.device)
     tiles = tiles or choose_tiles(dim, kv.element_size(), group * query_len, few)
-    min_tokens = min_tokens or split_kv.min_split_tokens(programs, multiprocessors)
-    splits = splits or meta.max_splits or split_kv.choose_splits(meta.max_seq_len, min_tokens)
-    work = _workspace(meta, q, rows, splits, query_len)
-    min_tiles = split_kv.ceil_div(min_tokens, tiles.block_n)
+    if meta.each_alone:
+        piece = piece or split_kv.fixed_piece(rows, sm_count(q.device))
+    cut = _cut(rows, kv_heads, meta.max_seq_len, tiles.block_n, q.device, piece)
+    work = _workspace(meta, q, cut.capacity, query_len)
+    plan = _plan(meta, seq_lens, rows, cut)
     kernel, stored, extra, own = _kernel_for(q, kv, checked_scales(kv, kv_scales))
-    kernel[(kv_heads, rows, splits)](
+    kernel[(kv_heads, cut.capacity)](
         q,
         stored,
         out,
         work.partial,
         work.stats,
+        plan.pieces,
         meta.block_tables,
         meta.query_start,
         seq_lens,
@@ -268,7 +293,6 @@ def decode_attention(
         stored.stride(0),
         stored.stride(1),
         meta.block_tables.stride(0),
-        min_tiles,
         KV_HEADS=kv_heads,
         GROUP=group,
         MAX_Q=query_len,
@@ -281,38 +305,30 @@ def decode_attention(
         **own,
         **early_launch(),
     )
-    if splits > 1:
-        _merge(out, work, meta, seq_lens, rows, group, query_len, splits, min_tiles, tiles.block_n)
+    if plan.merges.shape[0]:
+        _merge(out, work, meta, plan, rows, group, query_len)
 
 
 def _merge(
-    out: Tensor,
-    work: DecodeWorkspace,
-    meta: AttentionMetadata,
-    seq_lens: Tensor,
-    rows: int,
-    group: int,
-    query_len: int,
-    splits: int,
-    min_tiles: int,
-    block_n: int,
+    out: Tensor, work: DecodeWorkspace, meta: AttentionMetadata, plan: DecodePlan, rows: int, group: int, query_len: int
 ) -> None:
     heads, dim = out.shape[1], out.shape[2]
-    _merge_kernel[(rows, heads, query_len)](
+    most = plan.merges.shape[0]
+    # Of few rows all pieces at once; of many rows, which have few pieces each, a warp merges them.
+    few = rows <= _FEW_ROWS
+    _merge_kernel[(min(most, _MERGED_AT_ONCE), heads, query_len)](
         out,
         work.partial,
         work.stats,
+        plan.merges,
         meta.query_start,
-        seq_lens,
-        splits,
-        min_tiles,
+        most,
         HEADS=heads,
         GROUP=group,
         MAX_Q=query_len,
         D=dim,
         D_BLOCK=triton.next_power_of_2(dim),
-        BLOCK_N=block_n,
-        SPLITS_BLOCK=triton.next_power_of_2(splits),
-        num_warps=4 if splits > 8 else 1,
+        PIECES=split_kv.MAX_PIECES if few else 8,
+        num_warps=4 if few else 1,
         **early_launch(),
     )

@@ -46,13 +46,14 @@ def _store_words(target, even, odd, inside):
     tl.store(target + 1, odd.to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["table_stride", "min_tiles"])
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_fp8_kernel(
     q_ptr,
     kv_ptr,
     out_ptr,
     partial_ptr,
     stats_ptr,
+    pieces_ptr,
     table_ptr,
     query_start_ptr,
     seq_lens_ptr,
@@ -62,7 +63,6 @@ def decode_fp8_kernel(
     kv_stride,
     head_stride,
     table_stride,
-    min_tiles,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_Q: tl.constexpr,
@@ -73,16 +73,12 @@ def decode_fp8_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """As `_decode_kernel` over a cache of int16 words, of which a tile is WORDS wide and strides consist."""
+    row, begin, end, pieces = piece_of(pieces_ptr, tl.program_id(1))
     after_previous()
     head = tl.program_id(0)
-    row = tl.program_id(1)
-    split = tl.program_id(2)
-    splits = tl.num_programs(2)
-    seq_len = tl.load(seq_lens_ptr + row)
-    used, begin, end = piece_of(seq_len, split, splits, min_tiles, BLOCK_N)
-    if split >= used:
+    if row < 0:
         return
-    first_token, query_len = queries_of(row, query_start_ptr, MAX_Q)
+    first_token, query_len, seq_len = queries_of(row, query_start_ptr, seq_lens_ptr, end, MAX_Q)
     tile_rows = tl.arange(0, BLOCK_M)
     words = tl.arange(0, WORDS)
     inside_w = (words < D // 2)[None, :]
@@ -117,12 +113,12 @@ def decode_fp8_kernel(
     v_scale = tl.load(kv_scales_ptr + KV_HEADS + head)
     even, odd = even * v_scale, odd * v_scale
     out_offsets = head_offsets(first_token, tile_rows, head, KV_HEADS * GROUP * D, GROUP, D)
-    if used == 1:
+    if pieces == 1:
         share = 1.0 / tl.where(total > 0, total, 1.0)[:, None]
         _store_words(out_ptr + out_offsets[:, None] + 2 * words[None, :], even * share, odd * share, inside)
         return
 
-    piece = (row.to(tl.int64) * KV_HEADS + head) * splits + split
+    piece = tl.program_id(1).to(tl.int64) * KV_HEADS + head
     part = partial_ptr + piece * (MAX_Q * GROUP * D) + tile_rows[:, None] * D + 2 * words[None, :]
     _store_words(part, even, odd, inside)
     store_stats(stats_ptr, piece, tile_rows, top, total, MAX_Q * GROUP)

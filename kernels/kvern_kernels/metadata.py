@@ -14,8 +14,8 @@ from torch import Tensor
 
 @dataclass
 class DecodeWorkspace:
-    """Scratch memory of split-KV decode: partial outputs and (maximum, sum) of each piece, float32. Launches that may
-    overlap need one each.
+    """Scratch memory of decode attention: partial outputs and (maximum, sum) of each piece of a context, float32.
+    Launches that may overlap need one each.
     """
 
     partial: Tensor
@@ -23,25 +23,19 @@ class DecodeWorkspace:
 
     @classmethod
     def allocate(
-        cls,
-        rows: int,
-        heads: int,
-        head_dim: int,
-        splits: int,
-        query_len: int,
-        device: torch.device | str,
+        cls, pieces: int, heads: int, head_dim: int, query_len: int, device: torch.device | str
     ) -> "DecodeWorkspace":
-        """For launches of up to `rows` rows of up to `query_len` tokens in up to `splits` splits."""
-        pieces = rows * splits * heads * query_len
+        """For launches of up to `pieces` pieces (`split_kv.most_pieces`) with up to `query_len` query tokens a row."""
+        parts = pieces * heads * query_len
         return cls(
-            torch.empty(pieces * head_dim, dtype=torch.float32, device=device),
-            torch.empty(pieces * 2, dtype=torch.float32, device=device),
+            torch.empty(parts * head_dim, dtype=torch.float32, device=device),
+            torch.empty(parts * 2, dtype=torch.float32, device=device),
         )
 
-    def holds(self, rows: int, heads: int, head_dim: int, splits: int, query_len: int) -> bool:
+    def holds(self, pieces: int, heads: int, head_dim: int, query_len: int) -> bool:
         """Whether a launch of these sizes fits."""
-        pieces = rows * splits * heads * query_len
-        return self.partial.numel() >= pieces * head_dim and self.stats.numel() >= pieces * 2
+        parts = pieces * heads * query_len
+        return self.partial.numel() >= parts * head_dim and self.stats.numel() >= parts * 2
 
 
 @dataclass
@@ -69,8 +63,7 @@ class AttentionMetadata:
     block * block_size + offset where each token's K and V go, -1 for none.
 
     `query_lens` and `seq_lens_list` are CPU copies of the lengths: with them the CPU path never reads a tensor back.
-    `workspace` is the scratch memory of split-KV decode; graphs that never run at once share one (None: allocated).
-    `max_splits` fixes the number of KV splits at capture, see `split_kv.choose_splits` (None: from `max_seq_len`).
+    `workspace` is the scratch memory of decode attention; graphs that never run at once share one (None: allocated).
     `device_rows`: in a captured step with prompts, where `num_decodes` is not known; R is then at most T.
     `each_alone`: rows, of one query token each, must not influence each other's last bits, nor may the number of heads
     (`each_alone.py`; a GPU's decode kernel treats them so, given a fixed number of rows and `max_seq_len`).
@@ -86,7 +79,6 @@ class AttentionMetadata:
     query_lens: list[int] | None = None
     seq_lens_list: list[int] | None = None
     workspace: DecodeWorkspace | None = None
-    max_splits: int | None = None
     device_rows: DeviceRows | None = None
     each_alone: bool = False
     # What a path computed from the fields above on its first call of a step, reused by the step's other layers.

@@ -26,23 +26,21 @@ def kv_pointers(base, table_ptr, positions, inside, dims, D: tl.constexpr, BS: t
 
 
 @triton.jit
-def piece_of(seq_len, split, splits, min_tiles, BLOCK_N: tl.constexpr):
-    """(pieces that the context is cut into, first and last but one position of this one), see `split_kv.row_splits`."""
-    tiles = tl.cdiv(seq_len, BLOCK_N)
-    tiles_each = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
-    used = tl.maximum(tl.cdiv(tiles, tiles_each), 1)
-    begin = split * tiles_each * BLOCK_N
-    return used, begin, tl.minimum(begin + tiles_each * BLOCK_N, seq_len)
+def piece_of(pieces_ptr, program):
+    """(row or -1, first and last but one position, how many pieces the row has) of a program, see `DecodePlan`."""
+    entry = pieces_ptr + program * 4
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
 
 
 @triton.jit
-def queries_of(row, query_start_ptr, MAX_Q: tl.constexpr):
-    """(the first query token of a row, how many there are), of at most MAX_Q."""
+def queries_of(row, query_start_ptr, seq_lens_ptr, end, MAX_Q: tl.constexpr):
+    """(the first query token of a row, how many there are, the row's length), of at most MAX_Q; of one, whose tile
+    needs no mask but for `end`, the length is `end`."""
     if MAX_Q == 1:
-        return row, 1
+        return row, 1, end
     else:
         first = tl.load(query_start_ptr + row)
-        return first, tl.load(query_start_ptr + row + 1) - first
+        return first, tl.load(query_start_ptr + row + 1) - first, tl.load(seq_lens_ptr + row)
 
 
 @triton.jit

@@ -1,20 +1,55 @@
-"""How many pieces a decode step cuts its contexts into, so that all of a GPU reads: pure arithmetic.
+"""Into which pieces a decode step cuts its contexts, so that all of a GPU reads until the end: pure arithmetic.
 
-One program reads one row, one KV head and one piece ("split") of the context. Few rows with long contexts would leave
-most multiprocessors idle unless contexts are split; a split costs a merge. So the least length of a piece grows with
-the number of programs there are without splitting, and a long context always makes about the same number of programs
-a multiprocessor, whatever the batch: enough to fill the card, and to even out rows of unequal length.
+One program reads one row, one KV head and one piece of the context (flash-decoding, Dao et al. 2023). A step lasts as
+long as the program that ends last. Few rows must be cut, or most multiprocessors stand idle; many rows of unequal
+length as well, or one long row is still being read when all others have ended. But a piece has a price, and all pieces
+of a row have to be merged. So the length of a piece follows from the lengths of the whole batch: of some candidates,
+the one whose step is over first by the estimate of list scheduling, where pieces are begun longest first on as many
+programs as the card holds at once (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969: no later than the
+average load plus the longest piece).
 
-The number of splits is fixed for a launch (and a captured graph); each row uses as many of them as its own length is
-worth (`row_splits`, computed on the device).
+Lengths are known on the device only, where a captured graph serves any of them: `decode_plan_triton.py` computes this
+there, once a step. What is fixed for a launch is the number of programs (`most_pieces`).
 """
 
-MAX_SPLITS = 64
-# A piece shorter than this is not worth its merge, even where the card is idle.
-MIN_SPLIT_TOKENS = 128
-# At this many programs a multiprocessor the card reads at full speed without splits of short contexts. Measured on an
-# H200 with 8 KV heads: 256 programs of 384 tokens take 18.7 us whole and 23 us in halves, of 4,096 tokens 141 and 133.
-_FULL = 4
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_PIECES = 64  # of one row; the merge holds all of them at once
+LEAST_PIECE = 128  # tokens; less is not worth a program even where the card is idle
+# Lengths of pieces that are tried, the last of which cuts nothing.
+CANDIDATES = (*(LEAST_PIECE << shift for shift in range(15)), 1 << 30)
+# Prices in tokens that a program could have read meanwhile, fitted to measurements (docs/performance-kernels.md).
+PIECE_PRICE = 50
+MERGE_PRICE = 120
+TAIL_SHIFT = 3  # what is left over at the end of a step: this part of the longest piece, 1 / 8
+PROGRAMS = 2  # of a multiprocessor at once, each of which then reads as fast as one that is alone
+# Programs a launch has for pieces beyond one a row, as multiples of what the card holds at once: so many with the rows
+# themselves, within bounds. Those without a piece end at once, but 264 of them take 0.7 us.
+_TOTAL, _LEAST_EXTRA, _MOST_EXTRA = 4, 0.5, 3
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a launch cuts contexts: whole tiles of `tile` tokens, programs for `capacity` pieces a KV head of which the
+    card holds `slots` / `kv_heads` at once. `piece`: the tokens of a piece where they may not depend on other rows."""
+
+    tile: int
+    capacity: int
+    slots: int
+    kv_heads: int
+    piece: int | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens `begin` to `end` of a row's context, one of `pieces`."""
+
+    row: int
+    begin: int
+    end: int
+    pieces: int
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -22,21 +57,55 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def min_split_tokens(programs: int, sm_count: int) -> int:
-    """The least tokens of a piece where a launch has `programs` (rows x KV heads) without splits; a power of two times
-    MIN_SPLIT_TOKENS.
-    """
-    share = max(1, ceil_div(programs * _FULL, sm_count))
-    return MIN_SPLIT_TOKENS * (1 << (share - 1).bit_length())
+def most_pieces(rows: int, max_context: int, kv_heads: int, sm_count: int, piece: int | None = None) -> int:
+    """Pieces a KV head that a launch of `rows` rows of at most `max_context` tokens has programs for, on a card with
+    `sm_count` multiprocessors; `piece` as in `Cut`."""
+    most = rows * min(MAX_PIECES, max(1, ceil_div(max_context, piece or LEAST_PIECE)))
+    held = PROGRAMS * sm_count / kv_heads
+    extra = max(_LEAST_EXTRA * held, min(_MOST_EXTRA * held, _TOTAL * held - rows))
+    return most if piece else min(most, rows + math.ceil(extra))
 
 
-def choose_splits(max_context: int, min_tokens: int) -> int:
-    """The number of KV splits, 1..MAX_SPLITS, of a launch whose longest context is `max_context` tokens."""
-    return min(MAX_SPLITS, max(1, ceil_div(max_context, min_tokens)))
+def fixed_piece(rows: int, sm_count: int) -> int:
+    """The tokens of a piece that follow from the number of rows alone: where a row's result must not depend on how long
+    the others are, and every step has as many rows."""
+    share = max(1, ceil_div(4 * rows, sm_count))
+    return LEAST_PIECE << (share - 1).bit_length()
 
 
-def row_splits(context: int, splits: int, min_tokens: int, tile: int) -> tuple[int, int]:
-    """(pieces used, tokens a piece) of one row in a launch of `splits`, pieces being whole tiles; the kernel's rule."""
-    tiles = ceil_div(context, tile)
-    each = max(ceil_div(tiles, splits), ceil_div(min_tokens, tile))
-    return max(ceil_div(tiles, each), 1), each * tile
+def cut_row(context: int, piece: int, tile: int) -> tuple[int, int]:
+    """(pieces, tokens of each) of one row: equal but for the last one, whole tiles, at most MAX_PIECES."""
+    wanted = min(max(ceil_div(context, piece), 1), MAX_PIECES)
+    each = ceil_div(ceil_div(context, wanted), tile) * tile
+    return (ceil_div(context, each) if each else 1), each
+
+
+def estimate(contexts: Sequence[int], piece: int, cut: Cut) -> int | None:
+    """How long a step takes, in tokens that one program reads times `cut.slots`; None where it has too many pieces."""
+    rows = [cut_row(context, piece, cut.tile) for context in contexts]
+    count = sum(pieces for pieces, _ in rows)
+    if count > cut.capacity:
+        return None
+    longest = max(each for _, each in rows)
+    load = (sum(contexts) + PIECE_PRICE * count) * cut.kv_heads
+    step = max(load, (longest + PIECE_PRICE) * cut.slots) + (longest * cut.slots >> TAIL_SHIFT)
+    return step + MERGE_PRICE * cut.slots * (count > len(contexts))
+
+
+def choose_piece(contexts: Sequence[int], cut: Cut) -> int:
+    """The tokens of a piece: the candidate whose step is over first, the smaller one of equals."""
+    if cut.piece is not None:
+        return cut.piece
+    found = [(took, piece) for piece in CANDIDATES if (took := estimate(contexts, piece, cut)) is not None]
+    return min(found)[1]
+
+
+def plan(contexts: Sequence[int], cut: Cut) -> list[Piece]:
+    """The pieces of a step in the order in which programs take them: rows with longer pieces first."""
+    piece = choose_piece(contexts, cut)
+    rows = [(*cut_row(context, piece, cut.tile), row) for row, context in enumerate(contexts)]
+    return [
+        Piece(row, at * each, min((at + 1) * each, contexts[row]), pieces)
+        for pieces, each, row in sorted(rows, key=lambda cut_row: (-cut_row[1], cut_row[2]))
+        for at in range(pieces)
+    ]

@@ -102,19 +102,19 @@ def test_head_shapes(heads, kv_heads, dim):
     close(case.got(), case.expected())
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("piece", [128, 1024])
 @pytest.mark.parametrize("query_len", [1, 8])
-def test_splits_and_verification(splits, query_len):
+def test_pieces_and_verification(piece, query_len):
     lens = [query_len] * 3 if query_len == 1 else [query_len, 1, 2]
     case = Fp8Case(lens, [400, 40, 131], heads=6, kv_heads=2 if query_len < 8 else 1)
-    work = case.meta.workspace = DecodeWorkspace.allocate(3, 6, 16, splits, query_len, DEVICE)
+    work = case.meta.workspace = DecodeWorkspace.allocate(12, 6, 16, query_len, DEVICE)
     expected = case.expected()
     work.partial.fill_(float("nan"))
     work.stats.fill_(float("nan"))
     for block_n in (32, 128) if query_len == 1 else (128,):
         out = torch.full_like(expected, float("nan"))
         tiles = DecodeTiles(block_n, 4, 2)
-        common = (case.q, case.kv, case.meta, case.scale, out, 3, query_len, splits, 128, tiles)
+        common = (case.q, case.kv, case.meta, case.scale, out, 3, query_len, piece, tiles)
         decode_attention(*common, kv_scales=case.kv_scales)
         close(out, expected)
 
@@ -125,7 +125,7 @@ def test_padded_rows_are_zero():
     case.meta.block_tables[1:] = 2**30  # never read
     case.meta.seq_lens_list = None
     out = torch.full_like(case.q, float("nan"))
-    decode_attention(case.q, case.kv, case.meta, case.scale, out, 2, 1, 4, 128, kv_scales=case.kv_scales)
+    decode_attention(case.q, case.kv, case.meta, case.scale, out, 2, 1, kv_scales=case.kv_scales)
     close(out, case.expected())
     assert out[1:].abs().sum() == 0
 

@@ -36,6 +36,7 @@ from kvern_kernels import (
     vendor_attention,
 )
 from kvern_kernels.decode_attention_triton import DecodeTiles, decode_attention
+from kvern_kernels.decode_plan_triton import plan_decode
 from kvern_kernels.gather_triton import gather_contexts
 from kvern_kernels.prefill_attention_triton import PrefillTiles, prefill_attention
 
@@ -155,19 +156,19 @@ def test_head_shapes(heads, kv_heads, dim):
     close(attention_triton.paged_attention(case.q, case.kv, case.meta, case.scale), case.expected())
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("piece", [None, 128, 1024])
 @pytest.mark.parametrize("query_len", [1, 3, 8])
-def test_splits_and_verification(splits, query_len):
+def test_pieces_and_verification(piece, query_len):
     lens = [query_len] * 3 if query_len == 1 else [query_len, 1, 2]
     case = Case(lens, [400, 40, 131], heads=6, kv_heads=2 if query_len < 8 else 1)
-    work = DecodeWorkspace.allocate(3, 6, 16, splits, query_len, DEVICE)
+    work = DecodeWorkspace.allocate(12, 6, 16, query_len, DEVICE)
     case.meta.workspace = work
     expected = case.expected()
     for _ in range(2 if FULL else 1):
         work.partial.fill_(float("nan"))
         work.stats.fill_(float("nan"))
         out = torch.full_like(expected, float("nan"))
-        decode_attention(case.q, case.kv, case.meta, case.scale, out, 3, query_len, splits, 128)
+        decode_attention(case.q, case.kv, case.meta, case.scale, out, 3, query_len, piece)
         close(out, expected)
 
 
@@ -177,7 +178,7 @@ def test_padded_rows_are_zero_and_write_nothing():
     case.meta.block_tables[1:] = 2**30  # never read
     case.meta.seq_lens_list = None
     out = torch.full((3, 4, 16), float("nan"), device=DEVICE)
-    decode_attention(case.q, case.kv, case.meta, case.scale, out, 3, 1, 4, 128)
+    decode_attention(case.q, case.kv, case.meta, case.scale, out, 3, 1)
     close(out, case.expected())
     assert out[1:].abs().sum() == 0
 
@@ -196,31 +197,69 @@ def test_decode_tiles_within_and_across_blocks():
     case = Case([1, 1], [77, 300], block_size=32)
     for block_n in (16, 32, 64):
         out = torch.full_like(case.q, float("nan"))
-        decode_attention(case.q, case.kv, case.meta, case.scale, out, 2, 1, 2, 128, DecodeTiles(block_n, 4, 2))
+        decode_attention(case.q, case.kv, case.meta, case.scale, out, 2, 1, 128, DecodeTiles(block_n, 4, 2))
         close(out, case.expected())
 
 
 def test_errors_say_what_would_fit():
-    case = Case([1], [10])
-    case.meta.workspace = DecodeWorkspace.allocate(1, 4, 16, 1, 1, DEVICE)
-    with pytest.raises(ValueError, match="too small for 1 rows x 4 heads x 9 splits x 1 query tokens of head_dim 16"):
-        decode_attention(case.q, case.kv, case.meta, 1.0, case.q, 1, 1, 9)
+    case = Case([1], [1000])
+    case.meta.workspace = DecodeWorkspace.allocate(1, 4, 16, 1, DEVICE)
+    with pytest.raises(ValueError, match="too small for 8 pieces x 4 heads x 1 query tokens of head_dim 16"):
+        decode_attention(case.q, case.kv, case.meta, 1.0, case.q, 1, 1, 128)
     with pytest.raises(ValueError, match="query_len must be at most 8, got 9"):
         decode_attention(case.q, case.kv, case.meta, 1.0, case.q, 1, 9)
 
 
-def test_kernel_uses_row_splits_rule():
-    """The pieces a launch writes are those that `split_kv.row_splits` says."""
-    case = Case([1, 1], [700, 100], dim=16)
-    work = case.meta.workspace = DecodeWorkspace.allocate(2, 4, 16, 3, 1, DEVICE)
-    work.stats.fill_(float("nan"))
-    decode_attention(
-        case.q, case.kv, case.meta, case.scale, torch.empty_like(case.q), 2, 1, 3, 128, DecodeTiles(32, 4, 2)
-    )
-    written = (~work.stats.view(2, 2, 3, -1).isnan()).any(dim=3).sum(dim=2)
-    used = [split_kv.row_splits(length, 3, 128, 32)[0] for length in (700, 100)]
-    assert used == [3, 1]
-    assert written[:, 0].tolist() == [3, 0] and written[:, 1].tolist() == [3, 0]
+PLANNED = [
+    [1],
+    [0, 0, 0],
+    [8192],
+    [4096] * 32,
+    [2021, 1500, *([380] * 38)],
+    [200, 300] * 120 + [1900],
+    [random.Random(1).choice([0, 1, 64, 700, 3000, 120_000]) for _ in range(97)],
+]
+
+
+@pytest.mark.parametrize("piece", [None, 512])
+@pytest.mark.parametrize("contexts", PLANNED, ids=lambda contexts: f"{len(contexts)}x{max(contexts)}")
+def test_the_device_plans_as_the_reference(contexts, piece):
+    rows = len(contexts)
+    capacity = split_kv.most_pieces(rows, max(*contexts, 1, 1), 8, 132, piece)
+    cut = split_kv.Cut(64, capacity, 264, 8, piece)
+    lengths = torch.tensor([*contexts, 77_777], dtype=torch.int32, device=DEVICE)  # what comes behind is not looked at
+    found = plan_decode(lengths, rows, cut)
+    expected = split_kv.plan(contexts, cut)
+    entries = found.pieces.tolist()
+    assert entries[: len(expected)] == [[p.row, p.begin, p.end, p.pieces] for p in expected]
+    assert {entry[0] for entry in entries[len(expected) :]} <= {-1}
+    firsts = {p.row: number for number, p in reversed(list(enumerate(expected)))}
+    several = sorted({(p.row, firsts[p.row], p.pieces) for p in expected if p.pieces > 1})
+    merges = found.merges.tolist()
+    assert merges[: len(several)] == [list(entry) for entry in several]
+    assert {entry[0] for entry in merges[len(several) :]} <= {-1}
+
+
+def test_layers_of_a_step_share_a_plan_and_unequal_rows_are_right():
+    lengths = [900, 3, 64, 0, 130, 515, 1, 40]
+    case = Case([1] * 8, [max(n, 1) for n in lengths])
+    case.meta.seq_lens[3] = 0
+    case.meta.seq_lens_list = None
+    close(attention_triton.paged_attention(case.q, case.kv, case.meta, case.scale), case.expected())
+    plans = [value for key, value in case.meta.plan_cache.items() if key[0] == "decode"]
+    assert len(plans) == 1 and (plans[0].pieces[:, 3] > 1).any(), "some row is cut"
+    plans[0].pieces[:, 0] = -1  # no work for any program
+    out = torch.full_like(case.q, 7.0)
+    decode_attention(case.q, case.kv, case.meta, case.scale, out, 8, 1)
+    assert (out[3] == 7).all(), "the second layer reads the first one's plan"
+
+
+def test_many_pieces_of_rows_among_many():
+    """More pieces than a warp merges at once, and more rows of several than there are programs for."""
+    case = Case([1] * 40, [1500, 9, *([260, 300] * 19)], heads=2, kv_heads=1)
+    out = torch.full_like(case.q, float("nan"))
+    decode_attention(case.q, case.kv, case.meta, case.scale, out, 40, 1, 128)
+    close(out, case.expected())
 
 
 def test_gather_contexts():

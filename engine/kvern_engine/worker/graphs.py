@@ -4,10 +4,9 @@ One graph a padded batch size, captured at start up to `CAPTURED_AT_START` rows 
 and beyond that when a size is first needed. A step then costs the host one small upload, one launch and one read-back.
 Padding rows have position -1: nothing is written for them and their output is not read.
 
-A graph serves every context length: its grid has the KV splits of the longest context there can be, and each row uses
-as many of them as its own length is worth (`kvern_kernels.split_kv`); the others' programs end at once. Rows that ask
-for more than temperature, min-p, top-k and top-p (penalties, bias, logprobs) run a second kind of graph, which ends at
-the logits.
+A graph serves every context length: into which pieces contexts are cut is worked out on the device
+(`kvern_kernels.split_kv`), and programs beyond that end at once. Rows that ask for more than temperature, min-p, top-k
+and top-p (penalties, bias, logprobs) run a second kind of graph, which ends at the logits.
 """
 
 import gc
@@ -175,11 +174,9 @@ def make_workspace(model: CausalLM, tables: RowTables, sizes: Sequence[int]) -> 
     """Scratch memory for decode attention of any of `sizes` rows."""
     shard, device = model.shard, tables.device
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    longest, pieces = tables.tokens.shape[1] - 1, 1
-    for size in sizes:
-        least = split_kv.min_split_tokens(size * shard.kv_heads.size, multiprocessors)
-        pieces = max(pieces, size * split_kv.choose_splits(longest, least))
-    return DecodeWorkspace.allocate(pieces, shard.heads.size, model.config.head_dim, 1, 1, device)
+    longest = tables.tokens.shape[1] - 1  # max_model_len
+    pieces = [split_kv.most_pieces(size, longest, shard.kv_heads.size, multiprocessors) for size in sizes]
+    return DecodeWorkspace.allocate(max(pieces, default=1), shard.heads.size, model.config.head_dim, 1, device)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
