@@ -101,14 +101,13 @@ def _decode_kernel(
     store_stats(stats_ptr, piece, tile_rows, top, total, MAX_Q * GROUP)
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit
 def _merge_kernel(
     out_ptr,
     partial_ptr,
     stats_ptr,
     merges_ptr,
     query_start_ptr,
-    most,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_Q: tl.constexpr,
@@ -119,9 +118,9 @@ def _merge_kernel(
     """Merge the pieces of the rows that have several, PIECES at a time, for one query token and head, by their maxima
     and sums. There are programs for some rows at a time only: mostly few rows were cut, and programs without work are
     not free."""
-    has_work = tl.load(merges_ptr + 3 * tl.program_id(0)) >= 0
+    count = tl.load(merges_ptr)
     after_previous()
-    if not has_work:
+    if tl.program_id(0) >= count:
         return
     head = tl.program_id(1)
     token = tl.program_id(2)
@@ -129,14 +128,14 @@ def _merge_kernel(
     tile_row = token * GROUP + head % GROUP
     kv_heads: tl.constexpr = HEADS // GROUP
     rows: tl.constexpr = MAX_Q * GROUP
-    for number in range(tl.program_id(0), most, tl.num_programs(0)):
-        entry = merges_ptr + 3 * number
+    for number in range(tl.program_id(0), count, tl.num_programs(0)):
+        entry = merges_ptr + 3 + 3 * number
         row, first, used = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
         out_token = row
-        asked = row >= 0
+        asked = True
         if MAX_Q > 1:
-            out_token = tl.load(query_start_ptr + row, mask=asked, other=0) + token
-            asked = asked & (out_token < tl.load(query_start_ptr + row + 1, mask=asked, other=0))
+            out_token = tl.load(query_start_ptr + row) + token
+            asked = out_token < tl.load(query_start_ptr + row + 1)
         if asked:
             top = float("-inf")
             total = 0.0
@@ -305,24 +304,23 @@ def decode_attention(
         **own,
         **early_launch(),
     )
-    if plan.merges.shape[0]:
-        _merge(out, work, meta, plan, rows, group, query_len)
+    if plan.merges is not None:
+        _merge(out, work, meta, plan.merges, rows, group, query_len)
 
 
 def _merge(
-    out: Tensor, work: DecodeWorkspace, meta: AttentionMetadata, plan: DecodePlan, rows: int, group: int, query_len: int
+    out: Tensor, work: DecodeWorkspace, meta: AttentionMetadata, merges: Tensor, rows: int, group: int, query_len: int
 ) -> None:
     heads, dim = out.shape[1], out.shape[2]
-    most = plan.merges.shape[0]
+    most = merges.shape[0] - 1
     # Of few rows all pieces at once; of many rows, which have few pieces each, a warp merges them.
     few = rows <= _FEW_ROWS
     _merge_kernel[(min(most, _MERGED_AT_ONCE), heads, query_len)](
         out,
         work.partial,
         work.stats,
-        plan.merges,
+        merges,
         meta.query_start,
-        most,
         HEADS=heads,
         GROUP=group,
         MAX_Q=query_len,

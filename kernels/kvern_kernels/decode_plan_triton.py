@@ -14,18 +14,26 @@ from torch import Tensor
 from . import split_kv
 from .launch_triton import after_previous, early_launch
 
+# What the kernel has to know of `split_kv`.
+CONSTANTS = {
+    "MAX_PIECES": split_kv.MAX_PIECES,
+    "CANDIDATES": len(split_kv.CANDIDATES),
+    "PIECE_PRICE": split_kv.PIECE_PRICE,
+    "MERGE_PRICE": split_kv.MERGE_PRICE,
+    "TAIL_SHIFT": split_kv.TAIL_SHIFT,
+}
 _ROWS_EACH = 16  # of a program, which looks at all others to know how many pieces come before its own
 
 
 @dataclass(frozen=True)
 class DecodePlan:
     """`pieces` [capacity, 4] int32: row (-1: none), first token, the one behind the last, how many pieces the row has.
-    `merges` [at most R, 3] int32: a row of several pieces (-1: none), its first one, how many there are; empty where no
-    row can have several."""
+    `merges` [1 + at most R, 3] int32: how many rows have several pieces (in the first entry), then for each of them the
+    row, its first piece and how many it has. None where no row can have several."""
 
     cut: split_kv.Cut
     pieces: Tensor
-    merges: Tensor
+    merges: Tensor | None
 
 
 @triton.jit
@@ -65,7 +73,7 @@ def _choose_piece(
     return tl.min(tl.where(took == best, candidates, 1 << 30), axis=0)
 
 
-@triton.jit(do_not_specialize=["rows", "capacity", "slots", "kv_heads", "most_merges", "given"])
+@triton.jit(do_not_specialize=["rows", "capacity", "slots", "kv_heads", "given"])
 def _plan_kernel(
     lengths_ptr,
     candidates_ptr,
@@ -75,7 +83,6 @@ def _plan_kernel(
     capacity,
     slots,
     kv_heads,
-    most_merges,
     given,
     GIVEN: tl.constexpr,
     TILE: tl.constexpr,
@@ -127,16 +134,16 @@ def _plan_kernel(
     tl.store(target + 3, count[:, None] + 0 * at, mask=written)
 
     rank = tl.sum(tl.where(earlier & (counts > 1)[None, :], 1, 0), axis=1)
+    entry = merges_ptr + 3 + rank * 3
     merged = (own < rows) & (count > 1)
-    tl.store(merges_ptr + rank * 3, own, mask=merged)
-    tl.store(merges_ptr + rank * 3 + 1, first, mask=merged)
-    tl.store(merges_ptr + rank * 3 + 2, count, mask=merged)
+    tl.store(entry, own, mask=merged)
+    tl.store(entry + 1, first, mask=merged)
+    tl.store(entry + 2, count, mask=merged)
 
     if tl.program_id(0) == 0:
         for start in range(tl.sum(counts, axis=0), capacity, ROWS):
             tl.store(pieces_ptr + (start + others) * 4, -1, mask=start + others < capacity)
-        unmerged = (others >= tl.sum((counts > 1).to(tl.int32), axis=0)) & (others < most_merges)
-        tl.store(merges_ptr + others * 3, -1, mask=unmerged)
+        tl.store(merges_ptr, tl.sum((counts > 1).to(tl.int32), axis=0))
 
 
 @functools.cache
@@ -147,8 +154,8 @@ def _candidates(device: torch.device) -> Tensor:
 def plan_decode(lengths: Tensor, rows: int, cut: split_kv.Cut) -> DecodePlan:
     """The plan of a launch over the first `rows` of `lengths` [R] int32, read on the device."""
     most_merges = min(rows, cut.capacity - rows)
-    ints = torch.empty(cut.capacity * 4 + most_merges * 3, dtype=torch.int32, device=lengths.device)
-    pieces, merges = ints[: cut.capacity * 4].view(-1, 4), ints[cut.capacity * 4 :].view(most_merges, 3)
+    ints = torch.empty(cut.capacity * 4 + (1 + most_merges) * 3, dtype=torch.int32, device=lengths.device)
+    pieces, merges = ints[: cut.capacity * 4].view(-1, 4), ints[cut.capacity * 4 :].view(-1, 3)
     _plan_kernel[(split_kv.ceil_div(rows, _ROWS_EACH),)](
         lengths,
         _candidates(lengths.device),
@@ -158,20 +165,15 @@ def plan_decode(lengths: Tensor, rows: int, cut: split_kv.Cut) -> DecodePlan:
         cut.capacity,
         cut.slots,
         cut.kv_heads,
-        most_merges,
         cut.piece or 0,
         GIVEN=cut.piece is not None,
         TILE=cut.tile,
         ROWS=max(_ROWS_EACH, triton.next_power_of_2(rows)),
         EACH=_ROWS_EACH,
-        MAX_PIECES=split_kv.MAX_PIECES,
-        CANDIDATES=len(split_kv.CANDIDATES),
-        PIECE_PRICE=split_kv.PIECE_PRICE,
-        MERGE_PRICE=split_kv.MERGE_PRICE,
-        TAIL_SHIFT=split_kv.TAIL_SHIFT,
+        **CONSTANTS,
         num_warps=4 if rows <= 64 else 8,
         **early_launch(),
     )
     # A kernel that is not launched early: those behind it may read the plan before they wait for the one before them.
     ints[:1].clone()
-    return DecodePlan(cut, pieces, merges)
+    return DecodePlan(cut, pieces, merges if most_merges else None)

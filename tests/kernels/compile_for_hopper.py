@@ -1,0 +1,50 @@
+"""Compiles the kernels of decode attention for a Hopper GPU, on any machine: the interpreter, which runs them in tests,
+takes what the compiler refuses. Prints the name of each kernel that compiled, run by `test_compiled_for_hopper.py`.
+"""
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from kvern_kernels import launch_triton, split_kv
+
+launch_triton._EARLY = tl.constexpr(True)  # before the kernels see it: there is no such GPU here
+
+from kvern_kernels import decode_attention_triton, decode_fp8_triton, decode_plan_triton  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+INTS = ("pieces_ptr", "table_ptr", "query_start_ptr", "seq_lens_ptr", "merges_ptr", "lengths_ptr", "candidates_ptr")
+TYPES = {
+    **dict.fromkeys(INTS, "*i32"),
+    **dict.fromkeys(("q_ptr", "kv_ptr", "out_ptr"), "*bf16"),
+    **dict.fromkeys(("partial_ptr", "stats_ptr", "kv_scales_ptr"), "*fp32"),
+    "scale_log2": "fp32",
+}
+
+
+def compiled(kernel, constants, types=(), **options):
+    """The machine code of `kernel`; what is neither constant nor named is an int32."""
+    named = {**TYPES, **dict(types)}
+    signature = {name: "constexpr" if name in constants else named.get(name, "i32") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    made = compile(source, target=HOPPER, options={"launch_pdl": True, **options})
+    assert "griddepcontrol.wait" in made.asm["ptx"]
+    return made
+
+
+heads = {"GROUP": 4, "D": 128}
+tile = {**heads, "KV_HEADS": 8, "BS": 16, "BLOCK_M": 16}
+for max_q in (1, 8):
+    case = {**tile, "MAX_Q": max_q, "BLOCK_M": max(16, 4 * max_q)}
+    full = {**case, "D_BLOCK": 128, "BLOCK_N": 64, "PRECISION": "tf32"}
+    compiled(decode_attention_triton._decode_kernel, full, num_warps=4, num_stages=3)
+    half = {**case, "WORDS": 64, "BLOCK_N": 128}
+    compiled(decode_fp8_triton.decode_fp8_kernel, half, {"kv_ptr": "*i16"}, num_warps=4, num_stages=2)
+    for pieces, warps in ((split_kv.MAX_PIECES, 4), (8, 1)):
+        merge = {**heads, "HEADS": 32, "MAX_Q": max_q, "D_BLOCK": 128, "PIECES": pieces}
+        compiled(decode_attention_triton._merge_kernel, merge, num_warps=warps)
+for rows, given in ((16, False), (256, False), (64, True)):
+    plan = {"GIVEN": given, "TILE": 64, "ROWS": rows, "EACH": 16, **decode_plan_triton.CONSTANTS}
+    compiled(decode_plan_triton._plan_kernel, plan, num_warps=4 if rows <= 64 else 8)
+print("compiled")
