@@ -225,14 +225,15 @@ def _kernel_for(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> tuple[Any, T
     return decode_fp8_kernel, kv.view(torch.int16), [kv_scales], {"WORDS": words}
 
 
-def _cut(rows: int, kv_heads: int, max_context: int, tile: int, device: torch.device, piece: int | None) -> Cut:
+def _cut(meta: AttentionMetadata, rows: int, kv_heads: int, tile: int, device: torch.device, piece: int | None) -> Cut:
     multiprocessors = sm_count(device)
-    capacity = split_kv.most_pieces(rows, max_context, kv_heads, multiprocessors, piece)
+    padded = meta.device_rows is not None
+    capacity = split_kv.most_pieces(rows, meta.max_seq_len, kv_heads, multiprocessors, piece, padded)
     return Cut(tile, capacity, split_kv.PROGRAMS * multiprocessors, kv_heads, piece)
 
 
 def _plan(meta: AttentionMetadata, seq_lens: Tensor, rows: int, cut: Cut) -> DecodePlan:
-    """The plan of a launch, worked out by the first of a step's layers."""
+    """The plan of a launch, worked out by the first of the layers that have this metadata."""
     key = ("decode", rows, cut)
     plan: DecodePlan | None = meta.plan_cache.get(key)
     if plan is None:
@@ -272,7 +273,7 @@ def decode_attention(
     tiles = tiles or choose_tiles(dim, kv.element_size(), group * query_len, few)
     if meta.each_alone:
         piece = piece or split_kv.fixed_piece(rows, sm_count(q.device))
-    cut = _cut(rows, kv_heads, meta.max_seq_len, tiles.block_n, q.device, piece)
+    cut = _cut(meta, rows, kv_heads, tiles.block_n, q.device, piece)
     work = _workspace(meta, q, cut.capacity, query_len)
     plan = _plan(meta, seq_lens, rows, cut)
     kernel, stored, extra, own = _kernel_for(q, kv, checked_scales(kv, kv_scales))

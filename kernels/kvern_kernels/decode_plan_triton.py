@@ -51,7 +51,7 @@ def _choose_piece(
     rows,
     candidates_ptr,
     capacity,
-    slots,
+    resident,
     kv_heads,
     TILE: tl.constexpr,
     MAX_PIECES: tl.constexpr,
@@ -66,14 +66,14 @@ def _choose_piece(
     count = tl.sum(tl.where(inside[None, :], pieces, 0), axis=1)
     longest = tl.max(tl.where(inside[None, :], each, 0), axis=1).to(tl.int64)
     load = (tl.sum(lengths.to(tl.int64), axis=0) + PIECE_PRICE * count) * kv_heads
-    took = tl.maximum(load, (longest + PIECE_PRICE) * slots) + ((longest * slots) >> TAIL_SHIFT)
-    took += tl.where(count > rows, MERGE_PRICE * slots, 0)
+    took = tl.maximum(load, (longest + PIECE_PRICE) * resident) + ((longest * resident) >> TAIL_SHIFT)
+    took += tl.where(count > rows, MERGE_PRICE * resident, 0)
     took = tl.where(count <= capacity, took, 1 << 62)
     best = tl.min(took, axis=0)
     return tl.min(tl.where(took == best, candidates, 1 << 30), axis=0)
 
 
-@triton.jit(do_not_specialize=["rows", "capacity", "slots", "kv_heads", "given"])
+@triton.jit(do_not_specialize=["rows", "capacity", "resident", "kv_heads", "given"])
 def _plan_kernel(
     lengths_ptr,
     candidates_ptr,
@@ -81,7 +81,7 @@ def _plan_kernel(
     merges_ptr,
     rows,
     capacity,
-    slots,
+    resident,
     kv_heads,
     given,
     GIVEN: tl.constexpr,
@@ -106,7 +106,7 @@ def _plan_kernel(
             rows,
             candidates_ptr,
             capacity,
-            slots,
+            resident,
             kv_heads,
             TILE,
             MAX_PIECES,
@@ -163,7 +163,7 @@ def plan_decode(lengths: Tensor, rows: int, cut: split_kv.Cut) -> DecodePlan:
         merges,
         rows,
         cut.capacity,
-        cut.slots,
+        cut.resident,
         cut.kv_heads,
         cut.piece or 0,
         GIVEN=cut.piece is not None,
@@ -174,6 +174,8 @@ def plan_decode(lengths: Tensor, rows: int, cut: split_kv.Cut) -> DecodePlan:
         num_warps=4 if rows <= 64 else 8,
         **early_launch(),
     )
-    # A kernel that is not launched early: those behind it may read the plan before they wait for the one before them.
-    ints[:1].clone()
+    if early_launch():
+        # A copy waits for all before it, and is waited for: what comes behind it may read the plan before it waits for
+        # the kernel before it.
+        ints[:1].clone()
     return DecodePlan(cut, pieces, merges if most_merges else None)

@@ -66,7 +66,7 @@ class AttentionMetadata:
     `workspace` is the scratch memory of decode attention; graphs that never run at once share one (None: allocated).
     `device_rows`: in a captured step with prompts, where `num_decodes` is not known; R is then at most T.
     `each_alone`: rows, of one query token each, must not influence each other's last bits, nor may the number of heads
-    (`each_alone.py`; a GPU's decode kernel treats them so, given a fixed number of rows and `max_seq_len`).
+    (`each_alone.py`; a GPU's decode kernel treats them so, given a fixed number of rows).
     """
 
     query_start: Tensor

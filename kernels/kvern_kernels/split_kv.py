@@ -16,15 +16,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_PIECES = 64  # of one row; the merge holds all of them at once
+MAX_PIECES = 64  # of one row; where rows are few, the merge holds all of them at once
 LEAST_PIECE = 128  # tokens; less is not worth a program even where the card is idle
-# Lengths of pieces that are tried, the last of which cuts nothing.
+# Lengths of pieces that are tried, a power of two of them, the last of which cuts nothing.
 CANDIDATES = (*(LEAST_PIECE << shift for shift in range(15)), 1 << 30)
 # Prices in tokens that a program could have read meanwhile, fitted to measurements (docs/performance-kernels.md).
 PIECE_PRICE = 50
 MERGE_PRICE = 120
 TAIL_SHIFT = 3  # what is left over at the end of a step: this part of the longest piece, 1 / 8
 PROGRAMS = 2  # of a multiprocessor at once, each of which then reads as fast as one that is alone
+_FULL = 4  # programs a multiprocessor with which the card reads at full speed whatever their lengths
 # Programs a launch has for pieces beyond one a row, as multiples of what the card holds at once: so many with the rows
 # themselves, within bounds. Those without a piece end at once, but 264 of them take 0.7 us.
 _TOTAL, _LEAST_EXTRA, _MOST_EXTRA = 4, 0.5, 3
@@ -32,12 +33,13 @@ _TOTAL, _LEAST_EXTRA, _MOST_EXTRA = 4, 0.5, 3
 
 @dataclass(frozen=True)
 class Cut:
-    """How a launch cuts contexts: whole tiles of `tile` tokens, programs for `capacity` pieces a KV head of which the
-    card holds `slots` / `kv_heads` at once. `piece`: the tokens of a piece where they may not depend on other rows."""
+    """How a launch cuts contexts: whole tiles of `tile` tokens, programs for `capacity` pieces a KV head, of which
+    `resident` / `kv_heads` are on the card at once. `piece`: the tokens of a piece where they may not depend on other
+    rows."""
 
     tile: int
     capacity: int
-    slots: int
+    resident: int
     kv_heads: int
     piece: int | None = None
 
@@ -57,19 +59,21 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def most_pieces(rows: int, max_context: int, kv_heads: int, sm_count: int, piece: int | None = None) -> int:
+def most_pieces(
+    rows: int, max_context: int, kv_heads: int, sm_count: int, piece: int | None = None, padded: bool = False
+) -> int:
     """Pieces a KV head that a launch of `rows` rows of at most `max_context` tokens has programs for, on a card with
-    `sm_count` multiprocessors; `piece` as in `Cut`."""
+    `sm_count` multiprocessors; `piece` as in `Cut`. `padded`: many rows may have no token, which are nearly free."""
     most = rows * min(MAX_PIECES, max(1, ceil_div(max_context, piece or LEAST_PIECE)))
     held = PROGRAMS * sm_count / kv_heads
-    extra = max(_LEAST_EXTRA * held, min(_MOST_EXTRA * held, _TOTAL * held - rows))
+    extra = max(_LEAST_EXTRA * held, min(_MOST_EXTRA * held, _TOTAL * held - (0 if padded else rows)))
     return most if piece else min(most, rows + math.ceil(extra))
 
 
 def fixed_piece(rows: int, sm_count: int) -> int:
     """The tokens of a piece that follow from the number of rows alone: where a row's result must not depend on how long
     the others are, and every step has as many rows."""
-    share = max(1, ceil_div(4 * rows, sm_count))
+    share = max(1, ceil_div(_FULL * rows, sm_count))
     return LEAST_PIECE << (share - 1).bit_length()
 
 
@@ -81,15 +85,16 @@ def cut_row(context: int, piece: int, tile: int) -> tuple[int, int]:
 
 
 def estimate(contexts: Sequence[int], piece: int, cut: Cut) -> int | None:
-    """How long a step takes, in tokens that one program reads times `cut.slots`; None where it has too many pieces."""
+    """How long a step takes, in tokens that one program reads times `cut.resident`; None where that many pieces do not
+    fit."""
     rows = [cut_row(context, piece, cut.tile) for context in contexts]
     count = sum(pieces for pieces, _ in rows)
     if count > cut.capacity:
         return None
     longest = max(each for _, each in rows)
     load = (sum(contexts) + PIECE_PRICE * count) * cut.kv_heads
-    step = max(load, (longest + PIECE_PRICE) * cut.slots) + (longest * cut.slots >> TAIL_SHIFT)
-    return step + MERGE_PRICE * cut.slots * (count > len(contexts))
+    step = max(load, (longest + PIECE_PRICE) * cut.resident) + (longest * cut.resident >> TAIL_SHIFT)
+    return step + MERGE_PRICE * cut.resident * (count > len(contexts))
 
 
 def choose_piece(contexts: Sequence[int], cut: Cut) -> int:

@@ -1,5 +1,5 @@
 """Compiles the kernels of decode attention for a Hopper GPU, on any machine: the interpreter, which runs them in tests,
-takes what the compiler refuses. Prints the name of each kernel that compiled, run by `test_compiled_for_hopper.py`.
+takes what the compiler refuses. Run by `test_compiled_for_hopper.py`.
 """
 
 import triton.language as tl
@@ -44,7 +44,7 @@ for max_q in (1, 8):
     for pieces, warps in ((split_kv.MAX_PIECES, 4), (8, 1)):
         merge = {**heads, "HEADS": 32, "MAX_Q": max_q, "D_BLOCK": 128, "PIECES": pieces}
         compiled(decode_attention_triton._merge_kernel, merge, num_warps=warps)
-for rows, given in ((16, False), (256, False), (64, True)):
+for rows, given in ((16, False), (256, False), (1024, False), (64, True)):
     plan = {"GIVEN": given, "TILE": 64, "ROWS": rows, "EACH": 16, **decode_plan_triton.CONSTANTS}
     compiled(decode_plan_triton._plan_kernel, plan, num_warps=4 if rows <= 64 else 8)
 print("compiled")

@@ -1,13 +1,20 @@
 """How a decode step's contexts are cut: bounds, what is covered, and the cases it exists for."""
 
+import heapq
+import random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvern_kernels.split_kv import (
+    CANDIDATES,
     LEAST_PIECE,
     MAX_PIECES,
+    MERGE_PRICE,
     PIECE_PRICE,
     PROGRAMS,
+    TAIL_SHIFT,
     Cut,
     choose_piece,
     cut_row,
@@ -17,7 +24,7 @@ from kvern_kernels.split_kv import (
     plan,
 )
 
-SLOTS = PROGRAMS * 132  # of an H200
+RESIDENT = PROGRAMS * 132  # of an H200
 lengths = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 130_000)), min_size=1, max_size=40)
 tiles = st.sampled_from([16, 32, 64, 128])
 
@@ -48,25 +55,44 @@ def test_where_rows_may_not_depend_on_others_they_do_not(contexts, more):
     rows = len(contexts) + 1
     piece = fixed_piece(rows, 132)
     alone = [cut_row(context, piece, 64) for context in contexts]
-    cut = Cut(64, most_pieces(rows, 200_000, 8, 132, piece), SLOTS, 8, piece)
+    cut = Cut(64, most_pieces(rows, 200_000, 8, 132, piece), RESIDENT, 8, piece)
     together = plan([*contexts, more], cut)
     for row, (pieces, each) in enumerate(alone):
         own = [p for p in together if p.row == row]
         assert len(own) == pieces and all(p.end - p.begin <= each for p in own)
 
 
+def over(contexts, piece, cut):
+    """When the last piece of `piece` tokens ends, in tokens of one program, where programs take them in turn."""
+    forced = Cut(cut.tile, cut.capacity, cut.resident, cut.kv_heads, piece)
+    programs = [0.0] * max(1, cut.resident // cut.kv_heads)
+    for part in plan(contexts, forced):
+        heapq.heapreplace(programs, programs[0] + part.end - part.begin + PIECE_PRICE)
+    return max(programs)
+
+
+def fitting(contexts, cut):
+    return [piece for piece in CANDIDATES if estimate(contexts, piece, cut) is not None]
+
+
 @given(contexts=lengths, kv_heads=st.sampled_from([1, 2, 4, 8, 32]))
-def test_no_candidate_would_be_over_sooner(contexts, kv_heads):
+def test_no_other_length_is_over_much_sooner(contexts, kv_heads):
+    """By Graham's bound, with what the estimate adds for a merge and for the end of a step."""
     cut = cut_for(contexts, kv_heads)
-    chosen = estimate(contexts, choose_piece(contexts, cut), cut)
-    assert chosen is not None
-    for piece in (128, 512, 1024, 4096, 1 << 30):
-        other = estimate(contexts, piece, cut)
-        assert other is None or other >= chosen
-    # Never longer than the longest context read by one program beside an even load.
-    load = (sum(contexts) + PIECE_PRICE * len(contexts)) * kv_heads
-    longest = max(contexts) + 64 + PIECE_PRICE
-    assert chosen <= load + longest * SLOTS * 9 / 8
+    chosen = over(contexts, choose_piece(contexts, cut), cut)
+    best = min(over(contexts, piece, cut) for piece in fitting(contexts, cut))
+    assert chosen <= 2 * (1 + 1 / (1 << TAIL_SHIFT)) * best + 2 * (MERGE_PRICE + cut.tile)
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 40, 64, 128, 256])
+def test_of_running_chats_hardly_any_length_is_over_sooner(rows):
+    rng = random.Random(rows)
+    for _ in range(10):
+        contexts = [min(3072, 8 + int(rng.lognormvariate(5.6, 0.9))) for _ in range(rows)]
+        cut = cut_for(contexts)
+        chosen = over(contexts, choose_piece(contexts, cut), cut)
+        assert chosen <= 1.25 * min(over(contexts, piece, cut) for piece in fitting(contexts, cut))
+        assert chosen <= 1.01 * over(contexts, 1 << 30, cut), "cutting pays"
 
 
 def tokens(contexts, **kw):
@@ -100,6 +126,11 @@ def test_many_rows_are_not_cut_for_a_row_that_begins_early():
     contexts = [200, 300] * 120 + [1900]
     pieces = plan(contexts, cut_for(contexts))
     assert pieces[0].row == 240 and len(pieces) <= len(contexts) + 4
+
+
+def test_rows_that_may_have_no_token_leave_programs_to_the_others():
+    assert most_pieces(256, 8192, 8, 132) == 256 + 17
+    assert most_pieces(256, 8192, 8, 132, padded=True) == 256 + 99
 
 
 def test_nothing_to_read():

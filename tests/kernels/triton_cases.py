@@ -217,16 +217,18 @@ PLANNED = [
     [4096] * 32,
     [2021, 1500, *([380] * 38)],
     [200, 300] * 120 + [1900],
-    [random.Random(1).choice([0, 1, 64, 700, 3000, 120_000]) for _ in range(97)],
+    random.Random(1).choices([0, 1, 64, 700, 3000, 120_000], k=97),
+    random.Random(2).choices([0, 5, 300, 900, 8000], k=300),
+    [0, 131_072, 0, 129],
 ]
 
 
-@pytest.mark.parametrize("piece", [None, 512])
+@pytest.mark.parametrize(("kv_heads", "tile", "piece"), [(8, 64, None), (8, 64, 512), (1, 128, None), (2, 16, None)])
 @pytest.mark.parametrize("contexts", PLANNED, ids=lambda contexts: f"{len(contexts)}x{max(contexts)}")
-def test_the_device_plans_as_the_reference(contexts, piece):
+def test_the_device_plans_as_the_reference(contexts, kv_heads, tile, piece):
     rows = len(contexts)
-    capacity = split_kv.most_pieces(rows, max(*contexts, 1, 1), 8, 132, piece)
-    cut = split_kv.Cut(64, capacity, 264, 8, piece)
+    capacity = split_kv.most_pieces(rows, max(*contexts, 1, 1), kv_heads, 132, piece)
+    cut = split_kv.Cut(tile, capacity, 264, kv_heads, piece)
     lengths = torch.tensor([*contexts, 77_777], dtype=torch.int32, device=DEVICE)  # what comes behind is not looked at
     found = plan_decode(lengths, rows, cut)
     expected = split_kv.plan(contexts, cut)
@@ -256,11 +258,35 @@ def test_layers_of_a_step_share_a_plan_and_unequal_rows_are_right():
     assert (out[3] == 7).all(), "the second layer reads the first one's plan"
 
 
-def test_many_pieces_of_rows_among_many():
+def test_each_alone_a_row_has_the_same_bits_whatever_the_others_are():
+    """And with half of the heads, as one of two ranks has them."""
+    long, outputs = [1400, 9, 700], []
+    for others in (1, 300):
+        case = Case([1] * 12, [*long, *[others] * 9], heads=4, kv_heads=2)
+        torch.manual_seed(7)
+        fresh = torch.randn(2, 2, 1400 + 700 + 9, 16, device=DEVICE)
+        for row, start in enumerate((0, 1400, 1409)):
+            table = case.meta.block_tables[row].long()
+            for position in range(long[row]):
+                block, offset = table[position // 16], position % 16
+                case.kv[:, :, block, offset] = fresh[:, :, start + position]
+        q = torch.randn(12, 4, 16, device=DEVICE)
+        case.meta.each_alone = True
+        for heads, kv_heads in ((4, 2), (2, 1)):
+            case.meta.plan_cache.clear()
+            own = q[:, :heads].contiguous()
+            out = torch.full_like(own, float("nan"))
+            decode_attention(own, case.kv[:, :kv_heads], case.meta, case.scale, out, 12, 1)
+            outputs.append(out[:3, :2])
+    assert all(torch.equal(out, outputs[0]) for out in outputs[1:])
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_many_pieces_of_rows_among_many(query_len):
     """More pieces than a warp merges at once, and more rows of several than there are programs for."""
-    case = Case([1] * 40, [1500, 9, *([260, 300] * 19)], heads=2, kv_heads=1)
+    case = Case([query_len] * 40, [1500, 9, *([260, 300] * 19)], heads=2, kv_heads=1)
     out = torch.full_like(case.q, float("nan"))
-    decode_attention(case.q, case.kv, case.meta, case.scale, out, 40, 1, 128)
+    decode_attention(case.q, case.kv, case.meta, case.scale, out, 40, query_len, 128)
     close(out, case.expected())
 
 

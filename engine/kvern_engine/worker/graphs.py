@@ -170,12 +170,13 @@ class DecodeGraphs:
             self._logits[:size].copy_(logits)
 
 
-def make_workspace(model: CausalLM, tables: RowTables, sizes: Sequence[int]) -> DecodeWorkspace:
-    """Scratch memory for decode attention of any of `sizes` rows."""
+def make_workspace(model: CausalLM, tables: RowTables, sizes: Sequence[int], padded: bool = False) -> DecodeWorkspace:
+    """Scratch memory for decode attention of any of `sizes` rows; `padded` as `split_kv.most_pieces` has it."""
     shard, device = model.shard, tables.device
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     longest = tables.tokens.shape[1] - 1  # max_model_len
-    pieces = [split_kv.most_pieces(size, longest, shard.kv_heads.size, multiprocessors) for size in sizes]
+    shared = (longest, shard.kv_heads.size, multiprocessors, None, padded)
+    pieces = [split_kv.most_pieces(size, *shared) for size in sizes]
     return DecodeWorkspace.allocate(max(pieces, default=1), shard.heads.size, model.config.head_dim, 1, device)
 
 

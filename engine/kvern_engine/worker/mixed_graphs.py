@@ -97,7 +97,7 @@ class MixedGraphs:
         self._clear_host()
         self._inputs = self._upload(None)[:4]  # at fixed addresses: every upload lands there
         self._numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._workspace = make_workspace(model, tables, sorted({rows for _, rows in self.sizes}))
+        self._workspace = make_workspace(model, tables, sorted({rows for _, rows in self.sizes}), padded=True)
 
     # ------------------------------------------------------------ running
 
