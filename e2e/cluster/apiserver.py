@@ -11,6 +11,7 @@ The tokens of the kubeconfig: "admin" may do everything; any other user comes by
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -181,7 +182,14 @@ def _is(pid: int, name: str) -> bool:
     return state != "Z" and (words == [b""] or words[0].endswith(f"/{name}".encode()))
 
 
+def begin_again(folder: Path, name: str) -> None:
+    """Start a program of `folder` that has ended, as it was started before. /proc would not say how just after a start:
+    a program that is still being loaded has no words."""
+    _run(folder, name, *json.loads((folder / f"{name}.arguments").read_text()))
+
+
 def _run(folder: Path, name: str, *arguments: str) -> None:
+    (folder / f"{name}.arguments").write_text(json.dumps(arguments))
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [str(TOOLS / name), *arguments],

@@ -52,8 +52,6 @@ class Plane:
         document = yaml.safe_load(self.kubeconfig.read_text())
         cluster, user = document["clusters"][0]["cluster"], document["users"][0]["user"]
         self._host, self._ca, self._token = cluster["server"], cluster["certificate-authority"], user["token"]
-        names = ("etcd", "kube-apiserver", "kube-controller-manager")
-        self._commands = {n: Path(f"/proc/{self.pid(n)}/cmdline").read_bytes().decode().split("\0")[:-1] for n in names}
 
     def client(self) -> KubeClient:
         configuration = Configuration(host=self._host)
@@ -76,8 +74,7 @@ class Plane:
 
     def begin(self, *names: str) -> None:
         for name in names:
-            command = self._commands[name]
-            self._tool._run(self.folder, name, *command[1:])
+            self._tool.begin_again(self.folder, name)
 
     async def answers(self) -> None:
         client = self.client()
