@@ -45,7 +45,7 @@ def make_model(fp8):
 
 
 def inputs(contexts):
-    """What a captured step of `rows` rows has: its grid serves contexts of up to LONGEST tokens."""
+    """What a captured step of rows with these contexts has: its grid serves contexts of up to LONGEST tokens."""
     rows = len(contexts)
     _, arena, meta = paged([1] * rows, contexts, 16, LAYERS)
     last = torch.tensor(contexts, device="cuda") - 1
@@ -74,14 +74,16 @@ def kernel_times(call):
     return sorted(rows, key=lambda row: -row[2])[:14]
 
 
-def measure(model, rows, context, take_apart):
-    ids, positions, caches, meta = inputs(chats(rows) if context == "chats" else [int(context)] * rows)
+def measure(model, case, take_apart):
+    rows, context = case.split("x")
+    contexts = chats(int(rows)) if context == "chats" else [int(context)] * int(rows)
+    ids, positions, caches, meta = inputs(contexts)
 
     def step():
         meta.plan_cache.clear()
         return model.forward(ids, positions, caches, meta)
 
-    found = {"rows": rows, "context": context, "us_a_layer": round(time_calls([step]) / LAYERS, 2)}
+    found = {"rows": len(contexts), "context": context, "us_a_layer": round(time_calls([step]) / LAYERS, 2)}
     return found | ({"kernels": kernel_times(step)} if take_apart else {})
 
 
@@ -100,11 +102,7 @@ def main():
         for precision in a.precisions:
             model = make_model(precision == "fp8")
             for case in a.cases:
-                line = {
-                    "precision": precision,
-                    **variant,
-                    **measure(model, int(case.split("x")[0]), case.split("x")[1], a.kernels),
-                }
+                line = {"precision": precision, **variant, **measure(model, case, a.kernels)}
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 print(json.dumps(line), flush=True)

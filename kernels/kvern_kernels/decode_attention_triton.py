@@ -227,6 +227,8 @@ def _kernel_for(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> tuple[Any, T
 
 def _cut(meta: AttentionMetadata, rows: int, kv_heads: int, tile: int, device: torch.device, piece: int | None) -> Cut:
     multiprocessors = sm_count(device)
+    if meta.each_alone and piece is None:
+        piece = split_kv.fixed_piece(rows, multiprocessors)
     padded = meta.device_rows is not None
     capacity = split_kv.most_pieces(rows, meta.max_seq_len, kv_heads, multiprocessors, piece, padded)
     return Cut(tile, capacity, split_kv.PROGRAMS * multiprocessors, kv_heads, piece)
@@ -271,8 +273,6 @@ def decode_attention(
     # How a context is cut must not follow from how many heads this rank has.
     few = (rows if meta.each_alone else rows * kv_heads) <= sm_count(q.device)
     tiles = tiles or choose_tiles(dim, kv.element_size(), group * query_len, few)
-    if meta.each_alone:
-        piece = piece or split_kv.fixed_piece(rows, sm_count(q.device))
     cut = _cut(meta, rows, kv_heads, tiles.block_n, q.device, piece)
     work = _workspace(meta, q, cut.capacity, query_len)
     plan = _plan(meta, seq_lens, rows, cut)

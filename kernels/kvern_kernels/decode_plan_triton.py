@@ -14,14 +14,11 @@ from torch import Tensor
 from . import split_kv
 from .launch_triton import after_previous, early_launch
 
-# What the kernel has to know of `split_kv`.
-CONSTANTS = {
-    "MAX_PIECES": split_kv.MAX_PIECES,
-    "CANDIDATES": len(split_kv.CANDIDATES),
-    "PIECE_PRICE": split_kv.PIECE_PRICE,
-    "MERGE_PRICE": split_kv.MERGE_PRICE,
-    "TAIL_SHIFT": split_kv.TAIL_SHIFT,
-}
+_MAX_PIECES = tl.constexpr(split_kv.MAX_PIECES)
+_CANDIDATES = tl.constexpr(len(split_kv.CANDIDATES))
+_PIECE_PRICE = tl.constexpr(split_kv.PIECE_PRICE)
+_MERGE_PRICE = tl.constexpr(split_kv.MERGE_PRICE)
+_TAIL_SHIFT = tl.constexpr(split_kv.TAIL_SHIFT)
 _ROWS_EACH = 16  # of a program, which looks at all others to know how many pieces come before its own
 
 
@@ -37,9 +34,9 @@ class DecodePlan:
 
 
 @triton.jit
-def _cut_rows(lengths, piece, TILE: tl.constexpr, MAX_PIECES: tl.constexpr):
+def _cut_rows(lengths, piece, TILE: tl.constexpr):
     """`split_kv.cut_row`."""
-    wanted = tl.minimum(tl.maximum(tl.cdiv(lengths, piece), 1), MAX_PIECES)
+    wanted = tl.minimum(tl.maximum(tl.cdiv(lengths, piece), 1), _MAX_PIECES)
     each = tl.cdiv(tl.cdiv(lengths, wanted), TILE) * TILE
     return tl.maximum(tl.cdiv(lengths, tl.maximum(each, 1)), 1), each
 
@@ -54,20 +51,15 @@ def _choose_piece(
     resident,
     kv_heads,
     TILE: tl.constexpr,
-    MAX_PIECES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    PIECE_PRICE: tl.constexpr,
-    MERGE_PRICE: tl.constexpr,
-    TAIL_SHIFT: tl.constexpr,
 ):
     """`split_kv.choose_piece`."""
-    candidates = tl.load(candidates_ptr + tl.arange(0, CANDIDATES))
-    pieces, each = _cut_rows(lengths[None, :], candidates[:, None], TILE, MAX_PIECES)
+    candidates = tl.load(candidates_ptr + tl.arange(0, _CANDIDATES))
+    pieces, each = _cut_rows(lengths[None, :], candidates[:, None], TILE)
     count = tl.sum(tl.where(inside[None, :], pieces, 0), axis=1)
     longest = tl.max(tl.where(inside[None, :], each, 0), axis=1).to(tl.int64)
-    load = (tl.sum(lengths.to(tl.int64), axis=0) + PIECE_PRICE * count) * kv_heads
-    took = tl.maximum(load, (longest + PIECE_PRICE) * resident) + ((longest * resident) >> TAIL_SHIFT)
-    took += tl.where(count > rows, MERGE_PRICE * resident, 0)
+    load = (tl.sum(lengths.to(tl.int64), axis=0) + _PIECE_PRICE * count) * kv_heads
+    took = tl.maximum(load, (longest + _PIECE_PRICE) * resident) + ((longest * resident) >> _TAIL_SHIFT)
+    took += tl.where(count > rows, _MERGE_PRICE * resident, 0)
     took = tl.where(count <= capacity, took, 1 << 62)
     best = tl.min(took, axis=0)
     return tl.min(tl.where(took == best, candidates, 1 << 30), axis=0)
@@ -88,11 +80,6 @@ def _plan_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     EACH: tl.constexpr,
-    MAX_PIECES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    PIECE_PRICE: tl.constexpr,
-    MERGE_PRICE: tl.constexpr,
-    TAIL_SHIFT: tl.constexpr,
 ):
     after_previous()
     others = tl.arange(0, ROWS)
@@ -109,22 +96,17 @@ def _plan_kernel(
             resident,
             kv_heads,
             TILE,
-            MAX_PIECES,
-            CANDIDATES,
-            PIECE_PRICE,
-            MERGE_PRICE,
-            TAIL_SHIFT,
         )
-    counts, lasts = _cut_rows(lengths, piece, TILE, MAX_PIECES)
+    counts, lasts = _cut_rows(lengths, piece, TILE)
     counts = tl.where(others < rows, counts, 0)
 
     own = tl.program_id(0) * EACH + tl.arange(0, EACH)
     length = tl.load(lengths_ptr + own, mask=own < rows, other=0)
-    count, each = _cut_rows(length, piece, TILE, MAX_PIECES)
+    count, each = _cut_rows(length, piece, TILE)
     earlier = others[None, :] < own[:, None]
     before = (lasts[None, :] > each[:, None]) | ((lasts[None, :] == each[:, None]) & earlier)
     first = tl.sum(tl.where(before, counts[None, :], 0), axis=1)
-    at = tl.arange(0, MAX_PIECES)[None, :]
+    at = tl.arange(0, _MAX_PIECES)[None, :]
     target = pieces_ptr + (first[:, None] + at) * 4
     written = (at < count[:, None]) & (own < rows)[:, None]
     begin = at * each[:, None]
@@ -170,7 +152,6 @@ def plan_decode(lengths: Tensor, rows: int, cut: split_kv.Cut) -> DecodePlan:
         TILE=cut.tile,
         ROWS=max(_ROWS_EACH, triton.next_power_of_2(rows)),
         EACH=_ROWS_EACH,
-        **CONSTANTS,
         num_warps=4 if rows <= 64 else 8,
         **early_launch(),
     )

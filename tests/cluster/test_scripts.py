@@ -1,5 +1,5 @@
-"""The parts of e2e/cluster that can be tried without a cluster: what packs images, what reads kind's source, the shell
-scripts' syntax."""
+"""The parts of e2e/cluster that can be tried without a cluster: what packs images, what reads kind's source, how a
+program of the control plane begins again, the shell scripts' syntax."""
 
 import hashlib
 import importlib.util
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import tarfile
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -114,3 +115,52 @@ def test_an_api_server_without_programs_says_what_to_run(tmp_path: Path, monkeyp
     with pytest.raises(apiserver.ControlPlaneError, match=r"etcd, kube-apiserver not in .*; run .*binaries.sh control"):
         apiserver.start(tmp_path / "api")
     assert not (tmp_path / "api").exists()
+
+
+PROGRAM = """#!/bin/sh
+echo "$@" >>said
+exec sleep 60
+"""
+
+
+@pytest.fixture
+def apiserver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """apiserver.py with a program that says what it was given, in a folder `plane`."""
+    tool = load(CLUSTER / "apiserver.py")
+    (tmp_path / "plane").mkdir()
+    (tmp_path / "tools").mkdir()
+    program = tmp_path / "tools" / "kwok"
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    monkeypatch.setattr(tool, "TOOLS", tmp_path / "tools")
+    return tool
+
+
+def said(folder: Path, count: int) -> list[str]:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        file = folder / "said"
+        if file.exists() and len(lines := file.read_text().splitlines()) == count:
+            return lines
+        time.sleep(0.02)
+    raise AssertionError(f"{folder} was not started {count} times")
+
+
+def end(folder: Path) -> None:
+    pid = int((folder / "kwok.pid").read_text())
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+
+
+def test_a_program_begins_again_with_what_it_was_given_however_soon_it_ended(
+    apiserver: ModuleType, tmp_path: Path
+) -> None:
+    folder = tmp_path / "plane"
+    apiserver.run_beside(folder, "kwok", "--one=1", "two words")
+    said(folder, 1)
+    for count in (2, 3):
+        end(folder)
+        apiserver.begin_again(folder, "kwok")
+        assert said(folder, count) == ["--one=1 two words"] * count
+    end(folder)
+    assert (folder / "kwok.arguments").read_text() == '["--one=1", "two words"]'

@@ -45,6 +45,6 @@ for max_q in (1, 8):
         merge = {**heads, "HEADS": 32, "MAX_Q": max_q, "D_BLOCK": 128, "PIECES": pieces}
         compiled(decode_attention_triton._merge_kernel, merge, num_warps=warps)
 for rows, given in ((16, False), (256, False), (1024, False), (64, True)):
-    plan = {"GIVEN": given, "TILE": 64, "ROWS": rows, "EACH": 16, **decode_plan_triton.CONSTANTS}
+    plan = {"GIVEN": given, "TILE": 64, "ROWS": rows, "EACH": 16}
     compiled(decode_plan_triton._plan_kernel, plan, num_warps=4 if rows <= 64 else 8)
 print("compiled")

@@ -175,8 +175,8 @@ def make_workspace(model: CausalLM, tables: RowTables, sizes: Sequence[int], pad
     shard, device = model.shard, tables.device
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     longest = tables.tokens.shape[1] - 1  # max_model_len
-    shared = (longest, shard.kv_heads.size, multiprocessors, None, padded)
-    pieces = [split_kv.most_pieces(size, *shared) for size in sizes]
+    heads = shard.kv_heads.size
+    pieces = [split_kv.most_pieces(size, longest, heads, multiprocessors, padded=padded) for size in sizes]
     return DecodeWorkspace.allocate(max(pieces, default=1), shard.heads.size, model.config.head_dim, 1, device)
 
 
