@@ -3,7 +3,7 @@ kernel by kernel where asked. What a change of one kernel or of the seams betwee
 
     PYTHONPATH=kernels:engine python benchmarks/kernels/layer_chain.py --out OUT/chain.jsonl --cases 32x216 1x216
 
-Variants: KVERN_EARLY_LAUNCH=0 in the environment, `--vendor-products`.
+Variants: KVERN_EARLY_LAUNCH=0 in the environment, `--products triton` or `vendor` instead of `hopper_stream`'s.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from kvern_engine.loading.config import read_model_config
 from kvern_engine.loading.resolve import resolve_model
 from kvern_engine.models.llama import LlamaForCausalLM
 from kvern_engine.worker.load import random_weights
-from kvern_kernels import DecodeWorkspace, small_gemm_triton, split_kv
+from kvern_kernels import DecodeWorkspace, hopper_stream, large_products, small_gemm_triton, split_kv
 
 LAYERS = 8
 LONGEST = 8192
@@ -92,15 +92,18 @@ def main():
     ap.add_argument("--out", type=Path, required=True)
     ap.add_argument("--cases", nargs="+", default=["1x216", "32x216", "32x4088", "128x384", "40xchats"])
     ap.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
-    ap.add_argument("--vendor-products", action="store_true")
+    ap.add_argument("--products", choices=["stream", "triton", "vendor"], default="stream")
     ap.add_argument("--kernels", action="store_true")
     a = ap.parse_args()
-    if a.vendor_products:
+    if a.products == "vendor":
         small_gemm_triton.tiles_for = lambda *sizes: None
-    variant = {"early": os.environ.get("KVERN_EARLY_LAUNCH", "1") != "0", "vendor_products": a.vendor_products}
+    variant = {"early": os.environ.get("KVERN_EARLY_LAUNCH", "1") != "0", "products": a.products}
     with a.out.open("a") as file, torch.inference_mode():
         for precision in a.precisions:
             model = make_model(precision == "fp8")
+            if a.products == "stream":
+                stored = torch.float8_e4m3fn if precision == "fp8" else torch.bfloat16
+                hopper_stream.prepare(torch.device("cuda", 0), stored, large_products.folder())
             for case in a.cases:
                 line = {"precision": precision, **variant, **measure(model, case, a.kernels)}
                 file.write(json.dumps(line) + "\n")

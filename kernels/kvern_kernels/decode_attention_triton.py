@@ -20,7 +20,7 @@ from . import split_kv
 from .decode_fp8_triton import decode_fp8_kernel
 from .decode_plan_triton import DecodePlan, plan_decode
 from .kv_cache import checked_scales
-from .launch_triton import after_previous, early_launch
+from .launch_triton import after_previous, early_launch, release_then_wait
 from .metadata import AttentionMetadata, DecodeWorkspace
 from .paged_triton import LOG2E, head_offsets, hide, kv_pointers, online_softmax, piece_of, queries_of, store_stats
 from .split_kv import Cut
@@ -119,7 +119,7 @@ def _merge_kernel(
     and sums. There are programs for some rows at a time only: mostly few rows were cut, and programs without work are
     not free."""
     count = tl.load(merges_ptr)
-    after_previous()
+    release_then_wait()
     if tl.program_id(0) >= count:
         return
     head = tl.program_id(1)

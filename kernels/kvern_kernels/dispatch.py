@@ -18,6 +18,7 @@ from . import (
     decode_inputs,
     fp8,
     hopper_product,
+    hopper_stream,
     int8,
     large_products,
     norm,
@@ -147,6 +148,9 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """`x` [T, K] times `weight` [N, K] transposed for an operation that adds parts up (`add_rms_norm`,
     `rope_and_cache`): [T, N], or in parts, [P, T, N] float32, where few rows make that faster."""
     if x.is_cuda and _FORCED != "reference" and x.dtype != torch.float32:
+        streamed = hopper_stream.linear_parts(x, weight)
+        if streamed is not None:
+            return streamed
         from . import small_gemm_triton
 
         tiles = small_gemm_triton.tiles_for(x, weight.shape[0], False)
@@ -158,6 +162,9 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`silu_and_mul` of `x` [T, K] times `weight` [2F, K] = gate | up transposed; returns [T, F]."""
     if x.is_cuda and _FORCED != "reference" and x.dtype != torch.float32:
+        streamed = hopper_stream.gated_linear(x, weight)
+        if streamed is not None:
+            return streamed
         from . import small_gemm_triton
 
         tiles = small_gemm_triton.tiles_for(x, weight.shape[0] // 2, True)
@@ -278,6 +285,9 @@ def silu_and_mul_fp8(x: ScaledRows) -> ScaledRows:
 def fp8_linear_parts(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRows:
     """`fp8_linear`, its values maybe in parts to add up, [P, T, N] float32; see `linear_parts`."""
     if x.values.is_cuda and _FORCED != "reference":
+        streamed = hopper_stream.fp8_linear_parts(x, weight)
+        if streamed is not None:
+            return streamed
         from . import small_gemm_triton
 
         tiles = small_gemm_triton.tiles_for(x.values, weight.values.shape[0], False)
@@ -289,6 +299,9 @@ def fp8_linear_parts(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> Sc
 def fp8_gated_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRows:
     """`silu_and_mul_fp8` of `x` [T, K] times `weight` [2F, K] = gate | up transposed: [T, F] in FP8."""
     if x.values.is_cuda and _FORCED != "reference":
+        streamed = hopper_stream.fp8_gated_linear(x, weight, dtype)
+        if streamed is not None:
+            return quantize_rows(streamed)
         from . import small_gemm_triton
 
         tiles = small_gemm_triton.tiles_for(x.values, weight.values.shape[0] // 2, True)

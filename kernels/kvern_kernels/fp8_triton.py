@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import large_products
 from .fp8 import FP8, Fp8Weight, ScaledRows
-from .launch_triton import after_previous, early_launch
+from .launch_triton import early_launch, release_then_wait
 from .norm_triton import load_parts
 
 
@@ -45,24 +45,36 @@ def _norm_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    after_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < width
+    target = residual_ptr + row * residual_stride + offsets
+    if NORM:
+        weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
+    if COLUMNS:
+        columns = tl.load(columns_ptr + offsets, mask=inside, other=0.0)
+    if SCALED and PARTS > 1:
+        row_scale = tl.load(scales_ptr + row, cache_modifier=".cg")
+    if ADD and PARTS > 1:
+        before = tl.load(target, mask=inside, other=0.0, cache_modifier=".cg")
+    release_then_wait()
+    if SCALED and PARTS == 1:
+        row_scale = tl.load(scales_ptr + row)
+    if ADD and PARTS == 1:
+        before = tl.load(target, mask=inside, other=0.0)
     x = load_parts(x_ptr + row * x_stride + offsets, inside, part_stride, PARTS, x_ptr.dtype.element_ty)
     if SCALED:
-        x *= tl.load(scales_ptr + row)
+        x *= row_scale
     if COLUMNS:
-        x *= tl.load(columns_ptr + offsets, mask=inside, other=0.0)
+        x *= columns
     if ADD:
-        target = residual_ptr + row * residual_stride + offsets
         dtype = residual_ptr.dtype.element_ty
-        total = (x.to(dtype).to(tl.float32) + tl.load(target, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        total = (x.to(dtype).to(tl.float32) + before.to(tl.float32)).to(dtype)
         tl.store(target, total, mask=inside)
         x = total.to(tl.float32)
     if NORM:
         x *= tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
-        x *= tl.load(weight_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        x *= weight.to(tl.float32)
     if QUANTIZE:
         _store_quantized(row, x, inside, offsets, out_ptr, out_scales_ptr, width, 1.0)
     else:
@@ -81,7 +93,7 @@ def _silu_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    after_previous()
+    release_then_wait()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < width

@@ -130,7 +130,7 @@ def _map(matrix: Tensor, box_rows: int) -> TensorMap:
     if found is None:
         if len(_maps) >= _MOST_MAPS:
             _maps.clear()
-        found = _maps[key] = TensorMap(matrix, box_rows)
+        found = _maps[key] = TensorMap.of_rows(matrix, box_rows)
     return found
 
 

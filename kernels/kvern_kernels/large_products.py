@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import hopper_product
+from . import hopper_product, hopper_stream
 from .cublaslt import FP8, CublasLt, CublasLtError, Shape
 from .fp8 import Fp8Weight
 
@@ -80,15 +80,20 @@ def pick(times: Sequence[float]) -> int:
 
 
 def choose(weights: Sequence[Tensor | Fp8Weight], rows: int, dtype: torch.dtype) -> None:
-    """Find the kernel of each of the weights' shapes at `rows` rows; results are in `dtype`. Our own kernel for Hopper
-    is compiled, too. Does nothing where the weights are not on a GPU, or no step has so many rows."""
+    """Find the kernel of each of the weights' shapes at `rows` rows; results are in `dtype`. Our own kernels for Hopper
+    are compiled, too. Does nothing where the weights are not on a GPU, and finds nothing where no step has so many
+    rows."""
     known = [weight for weight in weights if _values(weight).is_cuda and _values(weight).element_size() <= 2]
-    if not known or rows < LARGE_ROWS:
+    if not known:
         return
     device = _values(known[0]).device
-    for stored in {_values(weight).dtype for weight in known}:
-        if dtype == torch.bfloat16:
-            hopper_product.prepare(device, stored, folder())
+    kinds = {_values(weight).dtype for weight in known}
+    for stored in kinds:
+        hopper_stream.prepare(device, stored, folder())
+    if rows < LARGE_ROWS:
+        return
+    for stored in kinds if dtype == torch.bfloat16 else ():
+        hopper_product.prepare(device, stored, folder())
     try:
         library = CublasLt(device)
         chosen = _Chosen(library, {})

@@ -4,8 +4,13 @@ kernel before it still runs, and wait there; the gap between two small kernels o
 
 Every kernel launched with `early_launch()` begins with `after_previous()`, or with `wait_for_previous()` where it is
 large and calls `release_next()` when its work is nearly done. Before that it may read what was there before the kernel
-before it began: all of them wait first, so that whatever came earlier has ended. While a small kernel computes, the
-memory is idle: the next one's programs can meanwhile `bring_to_l2` what they will read first.
+before it began: that one has waited first, so that whatever came earlier has ended.
+
+Small kernels call `release_then_wait()`: while they wait and compute, the memory is idle, and the product behind them
+asks for its weights meanwhile (`hopper_stream.py`, or by `bring_to_l2`). So what is read ahead behind such a kernel
+must be older than the kernel in front of it: weights, the plan of decode attention. What such a kernel reads ahead
+itself, where a product stands in front of it that has waited, may be as new as what that product waited for; it is read
+past the L1 cache, which may hold what was there before.
 KVERN_EARLY_LAUNCH=0 turns it off.
 """
 
@@ -48,6 +53,13 @@ def after_previous():
 
 
 @triton.jit
+def release_then_wait():
+    """`release_next` and `wait_for_previous`."""
+    release_next()
+    wait_for_previous()
+
+
+@triton.jit
 def bring_to_l2(addresses, sizes):
     """Ask for `sizes` bytes from each of `addresses` (int64), multiples of 16 both, to be in the L2 cache soon."""
     if _EARLY:
@@ -68,5 +80,5 @@ def bring_to_l2(addresses, sizes):
 
 @functools.cache
 def early_launch() -> dict[str, bool]:
-    """Launch options of a kernel that begins with `after_previous()` or `wait_for_previous()`."""
+    """Launch options of a kernel that begins with one of the functions above."""
     return {"launch_pdl": True} if _EARLY.value else {}

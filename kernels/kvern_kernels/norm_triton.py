@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 """RMSNorm and residual + RMSNorm in Triton: one program a row. The reference is `norm.py`.
 
-The input may come in parts that are added while they are read (`small_gemm_triton.py`).
+The input may come in parts that are added while they are read (`small_gemm_triton.py`). Then a product stands directly
+in front, and what does not come from it is read while it computes.
 """
 
 import torch
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch_triton import after_previous, early_launch
+from .launch_triton import early_launch, release_then_wait
 
 
 @triton.jit
@@ -36,21 +37,25 @@ def _rms_norm_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    after_previous()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < width
     dtype = out_ptr.dtype.element_ty
+    target = residual_ptr + row * residual_stride + offsets
+    weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
+    if ADD and PARTS > 1:
+        before = tl.load(target, mask=inside, other=0.0, cache_modifier=".cg")
+    release_then_wait()
     x = load_parts(x_ptr + row * x_stride + offsets, inside, part_stride, PARTS, dtype)
     if ADD:
-        target = residual_ptr + row * residual_stride + offsets
-        total = (x + tl.load(target, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        if PARTS == 1:
+            before = tl.load(target, mask=inside, other=0.0)
+        total = (x + before.to(tl.float32)).to(dtype)
         # The sum is rounded before it is squared, as where it is stored and read back.
         tl.store(target, total, mask=inside)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
-    weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + offsets, (x * scale * weight).to(dtype), mask=inside)
+    tl.store(out_ptr + row * width + offsets, (x * scale * weight.to(tl.float32)).to(dtype), mask=inside)
 
 
 def _launch(parts: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_MAP_TYPES = {torch.float8_e4m3fn: 0, torch.bfloat16: 9}  # CUtensorMapDataType: bytes, bfloat16
+_MAP_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType; E4M3 as bytes
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 _EARLY_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -89,25 +89,26 @@ class Driver:
 
 
 class TensorMap:
-    """What the tensor memory accelerator needs to know of a matrix [rows, columns] whose rows are contiguous: boxes of
-    `box_rows` rows x 128 bytes, swizzled by 128 bytes. Rows behind the last one read as zeros and are not written."""
+    """What the tensor memory accelerator needs to know of a matrix: where it begins and its type, how many elements
+    each dimension has, from the innermost, which is contiguous, how many bytes the others are apart, and how many
+    elements of each one access takes, 128 bytes of the innermost, swizzled by 128 bytes. What lies outside reads as
+    zeros and is not written."""
 
-    def __init__(self, matrix: Tensor, box_rows: int) -> None:
-        size, align = 128, 64
+    def __init__(self, matrix: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
+        size, align, rank = 128, 64, len(sizes)
         self._room = ctypes.create_string_buffer(size + align)
         self.address = (ctypes.addressof(self._room) + align - 1) & ~(align - 1)
-        cuda, item = driver(), matrix.element_size()
-        rows, columns = matrix.shape
+        cuda = driver()
         cuda.check(
             cuda.lib.cuTensorMapEncodeTiled(
                 ctypes.c_void_p(self.address),
                 _MAP_TYPES[matrix.dtype],
-                2,
+                rank,
                 ctypes.c_void_p(matrix.data_ptr()),
-                (ctypes.c_uint64 * 2)(columns, rows),
-                (ctypes.c_uint64 * 1)(matrix.stride(0) * item),
-                (ctypes.c_uint32 * 2)(128 // item, box_rows),
-                (ctypes.c_uint32 * 2)(1, 1),
+                (ctypes.c_uint64 * rank)(*sizes),
+                (ctypes.c_uint64 * (rank - 1))(*strides),
+                (ctypes.c_uint32 * rank)(128 // matrix.element_size(), *box),
+                (ctypes.c_uint32 * rank)(*[1] * rank),
                 0,
                 _SWIZZLE_128B,
                 _PROMOTE_256B,
@@ -115,6 +116,20 @@ class TensorMap:
             ),
             "tensor map",
         )
+
+    @classmethod
+    def of_rows(cls, matrix: Tensor, box_rows: int) -> "TensorMap":
+        """Of `matrix` [rows, columns] whose rows are contiguous: boxes of `box_rows` rows."""
+        rows, columns = matrix.shape
+        return cls(matrix, (columns, rows), (matrix.stride(0) * matrix.element_size(),), (box_rows,))
+
+    @classmethod
+    def of_gate_and_up(cls, weight: Tensor, box_rows: int) -> "TensorMap":
+        """Of contiguous `weight` [2F, K] = gate | up: boxes of `box_rows` rows in which 8 of either alternate."""
+        rows, inner = weight.shape
+        row = inner * weight.element_size()
+        sizes = (inner, 8, 2, rows // 16)
+        return cls(weight, sizes, (row, rows // 2 * row, 8 * row), (8, 2, box_rows // 16))
 
 
 _found: list[Driver] = []

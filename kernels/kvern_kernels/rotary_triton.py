@@ -2,7 +2,8 @@
 """QK-norm, rotary embedding and the write of K and V in one Triton kernel. The reference is `rotary.py`.
 
 A program takes one token and a few heads of q, k or v. The projection may come in parts that are added while they are
-read (`small_gemm_triton.py`).
+read (`small_gemm_triton.py`); then a product stands directly in front, and what does not come from it is read while it
+computes.
 """
 
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kv_cache import checked_scales
-from .launch_triton import after_previous, early_launch
+from .launch_triton import early_launch, release_then_wait
 from .norm_triton import load_parts
 from .vendor_attention import empty_queries
 
@@ -100,28 +101,32 @@ def _rope_kernel(
     K_NORM: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    after_previous()
     token = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
+    dims = tl.arange(0, HALF_BLOCK)
+    if PARTS == 1:
+        release_then_wait()
+    turn = cos_sin_ptr + tl.load(positions_ptr + token, cache_modifier=".cg") * (2 * HALF) + dims
+    cos = tl.load(turn, mask=dims < HALF, other=0.0)[None, :]
+    sin = tl.load(turn + HALF, mask=dims < HALF, other=0.0)[None, :]
+    slot = tl.load(slots_ptr + token, cache_modifier=".cg")
+    row_scale = tl.load(scales_ptr + token, cache_modifier=".cg") if SCALED else 1.0
+    if PARTS > 1:
+        release_then_wait()
     q_pieces: tl.constexpr = (HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
     kv_pieces: tl.constexpr = (KV_HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
-    dims = tl.arange(0, HALF_BLOCK)
     dtype = out_ptr.dtype.element_ty
-    row_scale = tl.load(scales_ptr + token) if SCALED else 1.0
     if piece < q_pieces:
         heads = piece * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         inside = (heads < HEADS)[:, None] & (dims < HALF)[None, :]
         where = heads[:, None] * (2 * HALF) + dims[None, :]
         source, of = q_ptr + token * q_stride + where, columns_ptr + where
         first, second = _halves(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, HALF, PARTS, dtype)
-        first, second = _rotated(
-            first, second, token, dims, cos_sin_ptr, positions_ptr, q_norm_ptr, eps, HALF, Q_NORM, dtype
-        )
+        first, second = _rotated(first, second, dims, cos, sin, q_norm_ptr, eps, HALF, Q_NORM, dtype)
         target = out_ptr + token * (HEADS * 2 * HALF) + where
         tl.store(target, first.to(dtype), mask=inside)
         tl.store(target + HALF, second.to(dtype), mask=inside)
     else:
-        slot = tl.load(slots_ptr + token)
         is_key = piece < q_pieces + kv_pieces
         number = tl.where(is_key, piece - q_pieces, piece - q_pieces - kv_pieces)
         heads = number * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
@@ -137,9 +142,7 @@ def _rope_kernel(
         if is_key:
             source, of = k_ptr + token * k_stride + where, columns_ptr + HEADS * 2 * HALF + where
             first, second = _halves(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, HALF, PARTS, dtype)
-            first, second = _rotated(
-                first, second, token, dims, cos_sin_ptr, positions_ptr, k_norm_ptr, eps, HALF, K_NORM, dtype
-            )
+            first, second = _rotated(first, second, dims, cos, sin, k_norm_ptr, eps, HALF, K_NORM, dtype)
         else:
             source, of = v_ptr + token * v_stride + where, columns_ptr + (HEADS + KV_HEADS) * 2 * HALF + where
             first, second = _halves(source, of, inside, row_scale, part_stride, SCALED, COLUMNS, HALF, PARTS, dtype)
@@ -152,10 +155,9 @@ def _rope_kernel(
 def _rotated(
     first,
     second,
-    token,
     dims,
-    cos_sin_ptr,
-    positions_ptr,
+    cos,
+    sin,
     norm_ptr,
     eps,
     HALF: tl.constexpr,
@@ -170,9 +172,6 @@ def _rotated(
         second *= scale * tl.load(norm_ptr + HALF + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
         # Rounded between norm and rotation, as the reference's separate operations are.
         first, second = first.to(DTYPE).to(tl.float32), second.to(DTYPE).to(tl.float32)
-    row = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF)
-    cos = tl.load(row + dims, mask=inside, other=0.0)[None, :]
-    sin = tl.load(row + HALF + dims, mask=inside, other=0.0)[None, :]
     return first * cos - second * sin, second * cos + first * sin
 
 

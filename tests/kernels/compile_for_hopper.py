@@ -1,4 +1,4 @@
-"""Compiles the kernels of decode attention for a Hopper GPU, on any machine: the interpreter, which runs them in tests,
+"""Compiles the kernels of a decode step for a Hopper GPU, on any machine: the interpreter, which runs them in tests,
 takes what the compiler refuses. Run by `test_compiled_for_hopper.py`.
 """
 
@@ -10,7 +10,14 @@ from kvern_kernels import launch_triton, split_kv
 
 launch_triton._EARLY = tl.constexpr(True)  # before the kernels see it: there is no such GPU here
 
-from kvern_kernels import decode_attention_triton, decode_fp8_triton, decode_plan_triton  # noqa: E402
+from kvern_kernels import (  # noqa: E402
+    decode_attention_triton,
+    decode_fp8_triton,
+    decode_plan_triton,
+    fp8_triton,
+    norm_triton,
+    rotary_triton,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INTS = ("pieces_ptr", "table_ptr", "query_start_ptr", "seq_lens_ptr", "merges_ptr", "lengths_ptr", "candidates_ptr")
@@ -47,4 +54,25 @@ for max_q in (1, 8):
 for rows, given in ((16, False), (256, False), (1024, False), (64, True)):
     plan = {"GIVEN": given, "TILE": 64, "ROWS": rows, "EACH": 16}
     compiled(decode_plan_triton._plan_kernel, plan, num_warps=4 if rows <= 64 else 8)
+norm_types = {
+    **dict.fromkeys(("residual_ptr", "weight_ptr", "out_ptr"), "*bf16"),
+    **dict.fromkeys(("scales_ptr", "columns_ptr", "out_scales_ptr"), "*fp32"),
+    "eps": "fp32",
+}
+for parts, x_type in ((1, "*bf16"), (2, "*fp32")):
+    summed = {"PARTS": parts, "ADD": True, "BLOCK": 4096}
+    compiled(norm_triton._rms_norm_kernel, summed, {**norm_types, "x_ptr": x_type}, num_warps=8)
+    fp8_norm = {**summed, "SCALED": True, "COLUMNS": True, "NORM": True, "QUANTIZE": True}
+    types = {**norm_types, "x_ptr": x_type, "out_ptr": "*fp8e4nv"}
+    compiled(fp8_triton._norm_kernel, fp8_norm, types, num_warps=8)
+    rope = {"SCALED": parts > 1, "COLUMNS": False, "QUANTIZE": False, "HEADS": 32, "KV_HEADS": 8, "HALF": 64}
+    rope |= {"HALF_BLOCK": 64, "HEAD_BLOCK": 4, "Q_NORM": False, "K_NORM": True, "PARTS": parts}
+    types = {
+        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), x_type),
+        **dict.fromkeys(("out_ptr", "kv_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16"),
+        **dict.fromkeys(("cos_sin_ptr", "scales_ptr", "columns_ptr", "kv_scales_ptr"), "*fp32"),
+        **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
+        "eps": "fp32",
+    }
+    compiled(rotary_triton._rope_kernel, rope, types, num_warps=4)
 print("compiled")

@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.timeout(300)
-def test_decode_attention_compiles_for_hopper():
+def test_a_decode_step_compiles_for_hopper():
     pytest.importorskip("triton")
     script = Path(__file__).with_name("compile_for_hopper.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,0 +1,283 @@
+// y = x W^T for few rows of x on Hopper: what bounds it is reading W, so the memory must never wait.
+//
+// A block takes 64 x GROUPS rows of W and a piece of the inner dimension, and a ring in shared memory, most of what a
+// multiprocessor has, is filled by the copy engine: BOXES x 128 bytes of each row a step, swizzled. One warp asks for W
+// as soon as the block is there, which is before the kernel in front has ended (programmatic dependent launch): while
+// norms and quantizations compute, the memory delivers up to 20 MB of what comes next. It asks for PACE steps at a time
+// until that kernel has ended, enough to keep the memory busy, few enough that what the small kernel reads does not
+// queue behind them. Another warp waits for that kernel, lets the next one in, and asks for x. A warp group for each 64
+// rows of W multiplies: W is the left operand of wgmma, x [TOKENS, K] the right one.
+//
+// Without GATED the sums of each piece go to y [pieces, rows, columns] in float32, which the next operation adds up.
+// With GATED, W holds gate and up; 8 rows of each alternate in shared memory, so that a thread has both of a column,
+// and y [rows, columns] is silu(gate) * up in 16 bits.
+//
+// Compiled by NVRTC (hopper_stream.py) for sm_90a with KIND (0 bfloat16, 1 E4M3, 2 float16), GATED, GROUPS, BOXES,
+// STAGES and PACE as numbers; TOKENS rows of x are written out in the text.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap {
+    char opaque[128];
+};
+
+#define BOX_BYTES 128            // of a row, a box
+#define W_BOX (64 * GROUPS * BOX_BYTES)
+#define X_BOX (TOKENS * BOX_BYTES)
+#define W_BYTES (W_BOX * BOXES)
+#define X_BYTES (X_BOX * BOXES)
+#define STAGE_BYTES (W_BYTES + X_BYTES)
+#define BOX_ELEMENTS (KIND == 1 ? BOX_BYTES : BOX_BYTES / 2)
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra passed;\n"
+        "bra again;\n"
+        "passed:\n"
+        "}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void store_flag(u32 flag, u32 value) {
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(flag), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ bool load_flag(u32 flag) {
+    u32 value;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(value) : "r"(flag) : "memory");
+    return value != 0;
+}
+
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Weights are read once a step: they need not stay in L2.
+__device__ __forceinline__ void load_w(u32 target, const TensorMap* map, int step, int tile, u32 barrier, u64 policy) {
+#pragma unroll
+    for (int box = 0; box < BOXES; box++) {
+#if GATED
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+            " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(target + box * W_BOX),
+            "l"(map), "r"((step * BOXES + box) * BOX_ELEMENTS), "r"(0), "r"(tile * 4 * GROUPS), "r"(barrier), "l"(policy)
+            : "memory");
+#else
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+            " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target + box * W_BOX),
+            "l"(map), "r"((step * BOXES + box) * BOX_ELEMENTS), "r"(tile * 64 * GROUPS), "r"(barrier), "l"(policy)
+            : "memory");
+#endif
+    }
+}
+
+__device__ __forceinline__ void load_x(u32 target, const TensorMap* map, int step, u32 barrier) {
+#pragma unroll
+    for (int box = 0; box < BOXES; box++)
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+            ::"r"(target + box * X_BOX),
+            "l"(map), "r"((step * BOXES + box) * BOX_ELEMENTS), "r"(0), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ u64 matrix_descriptor(u32 address) {  // rows of 128 bytes, swizzled, 8 of them 1,024 apart
+    return ((u64)1 << 62) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 16) | ((address & 0x3FFFF) >> 4);
+}
+
+// 64 x TOKENS += (32 bytes of each of 64 rows of W) x (32 bytes of each row of x)^T; `more` 0: =
+__device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], u64 w, u64 x, int more) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %@MORE@, 0;\n"
+#if KIND == 0
+        "wgmma.mma_async.sync.aligned.m64n@TOKENS@k16.f32.bf16.bf16 {@NAMES@}, %@W@, %@X@, p, 1, 1, 0, 0;\n"
+#elif KIND == 1
+        "wgmma.mma_async.sync.aligned.m64n@TOKENS@k32.f32.e4m3.e4m3 {@NAMES@}, %@W@, %@X@, p, 1, 1;\n"
+#else
+        "wgmma.mma_async.sync.aligned.m64n@TOKENS@k16.f32.f16.f16 {@NAMES@}, %@W@, %@X@, p, 1, 1, 0, 0;\n"
+#endif
+        "}"
+        : @OPERANDS@
+        : "l"(w), "l"(x), "r"(more));
+}
+
+__device__ __forceinline__ float gate(float g, float up) {
+    float power, share;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * g));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.0f + power));
+    return g * share * up;
+}
+
+__device__ __forceinline__ unsigned short rounded(float value, int half) {
+    unsigned short bits;
+    if (half)
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    else
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+// Where a block stands: piece after piece of its items, step after step of the inner dimension.
+struct Place {
+    int item, step, end;
+};
+
+__device__ __forceinline__ Place begin(int item, int tiles, int items, int steps, int each) {
+    int first = item / tiles * each;
+    return {item, first, item < items ? min(first + each, steps) : first};
+}
+
+struct Ring {
+    int stage;
+    u32 parity;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 64, 1)
+    hopper_stream(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, void* y, int rows,
+                  int columns, int tiles, int items, int steps, int each, int half, const float* scale,
+                  const float* row_scales, const float* column_scales) {
+    extern __shared__ char dynamic[];
+    u32 base = (shared_address(dynamic) + 1023) & ~1023u;
+    u32 w_full = base + STAGES * STAGE_BYTES, x_full = w_full + 8 * STAGES;
+    u32 empty = x_full + 8 * STAGES, waited = empty + 8 * STAGES;
+    int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        store_flag(waited, 0);
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(w_full + 8 * stage, 1);
+            barrier_init(x_full + 8 * stage, 1);
+            barrier_init(empty + 8 * stage, GROUPS * 4);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    if (warp >= GROUPS * 4) {
+        if (lane > 0) return;
+        bool weights = warp == GROUPS * 4, alone = weights;
+        u64 policy;
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        if (!weights) {
+            wait_for_previous();
+            release_next();
+            store_flag(waited, 1);
+        }
+        Ring ring{0, 0}, behind{0, 0};
+        int asked = 0;
+        for (Place at = begin(blockIdx.x, tiles, items, steps, each); at.step < at.end;
+             at = begin(at.item + gridDim.x, tiles, items, steps, each)) {
+            for (int step = at.step; step < at.end; step++, asked++, ring.advance()) {
+                u32 target = base + ring.stage * STAGE_BYTES;
+                if (asked >= STAGES) barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+                if (!weights) {
+                    barrier_expect(x_full + 8 * ring.stage, X_BYTES);
+                    load_x(target + W_BYTES, &x_map, step, x_full + 8 * ring.stage);
+                    continue;
+                }
+                if (alone && asked >= PACE) {
+                    alone = !load_flag(waited);
+                    if (alone) barrier_wait(w_full + 8 * behind.stage, behind.parity);
+                    behind.advance();
+                }
+                barrier_expect(w_full + 8 * ring.stage, W_BYTES);
+                load_w(target, &w_map, step, at.item % tiles, w_full + 8 * ring.stage, policy);
+            }
+        }
+        return;
+    }
+
+    // Scales are read before the products, since behind them everything waits for what has to come from memory.
+    float by = KIND == 1 ? *scale : 1.0f;
+    wait_for_previous();
+    int group = warp / 4, line = warp % 4 * 16 + lane / 4;  // of the group's 64 rows of W; the thread also has line + 8
+#if GATED
+    float row_by[TOKENS / 4];
+#pragma unroll
+    for (int i = 0; i < TOKENS / 4; i++) {
+        int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+        row_by[i] = KIND == 1 && row < rows ? row_scales[row] * by : 1.0f;
+    }
+#endif
+    Ring ring{0, 0};
+    float d[TOKENS / 2];
+    for (Place at = begin(blockIdx.x, tiles, items, steps, each); at.step < at.end;
+         at = begin(at.item + gridDim.x, tiles, items, steps, each)) {
+        int piece = at.item / tiles, tile = at.item % tiles;
+#if GATED
+        int column = tile * 32 * GROUPS + group * 32 + warp % 4 * 8 + lane / 4;
+        float gate_by = KIND == 1 && column_scales ? column_scales[column] : 1.0f;
+        float up_by = KIND == 1 && column_scales ? column_scales[columns + column] : 1.0f;
+#else
+        int column = tile * 64 * GROUPS + group * 64 + line;
+#endif
+        int before = -1;
+        for (int step = at.step; step < at.end; step++) {
+            barrier_wait(w_full + 8 * ring.stage, ring.parity);
+            barrier_wait(x_full + 8 * ring.stage, ring.parity);
+            u64 w = matrix_descriptor(base + ring.stage * STAGE_BYTES + group * 64 * BOX_BYTES);
+            u64 x = matrix_descriptor(base + ring.stage * STAGE_BYTES + W_BYTES);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+            for (int box = 0; box < BOXES; box++)
+#pragma unroll
+                for (int part = 0; part < BOX_BYTES / 32; part++)
+                    multiply(d, w + box * (W_BOX >> 4) + 2 * part, x + box * (X_BOX >> 4) + 2 * part,
+                             step - at.step + box + part);
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            if (before >= 0) {
+                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                if (lane == 0) barrier_arrive(empty + 8 * before);
+            }
+            before = ring.stage;
+            ring.advance();
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        if (lane == 0) barrier_arrive(empty + 8 * before);
+
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int row = j * 8 + lane % 4 * 2 + i;
+                if (row >= rows) continue;
+                float first = d[4 * j + i], second = d[4 * j + 2 + i];
+#if GATED
+                float value = gate(first * row_by[2 * j + i] * gate_by, second * row_by[2 * j + i] * up_by);
+                static_cast<unsigned short*>(y)[(long long)row * columns + column] = rounded(value, half);
+#else
+                float* target = static_cast<float*>(y) + ((long long)piece * rows + row) * columns + column;
+                target[0] = first * by;
+                target[8] = second * by;
+#endif
+            }
+        }
+    }
+}

@@ -1,0 +1,117 @@
+"""Products of few rows on Hopper against float32, compiled: `pytest tests/kernels/stream_cases.py` on such a card.
+
+Rows that do not fill eight, inner dimensions that do not fill a step, weights with and without pieces and with more
+tiles than multiprocessors; every output is poisoned.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvern_kernels import Fp8Weight, dispatch, hopper_stream, large_products, quantize_rows
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU; torch finds none here")
+
+ROWS = [1, 5, 8, 13, 32, 33, 64]
+SHAPES = [(64, 48), (960, 576), (3072, 1552), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (17408, 1024)]
+BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    for dtype in hopper_stream.KINDS:
+        hopper_stream.prepare(device, dtype, large_products.folder())
+
+
+def _error(got: Tensor | None, wanted: Tensor) -> float:
+    assert got is not None
+    return float((got.float() - wanted).norm() / wanted.norm())
+
+
+def _operands(rows: int, columns: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    torch.full((8 * rows * columns,), float("nan"), device="cuda")  # what the output's memory held
+    x = torch.randn(rows, inner, dtype=dtype, device="cuda")
+    return x, torch.randn(columns, inner, dtype=dtype, device="cuda") * inner**-0.5
+
+
+def _gated(wanted: Tensor) -> Tensor:
+    gate, up = wanted.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("columns", "inner"), SHAPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_16_bits(rows: int, columns: int, inner: int, dtype: torch.dtype) -> None:
+    x, weight = _operands(rows, columns, inner, dtype)
+    wanted = x.float() @ weight.float().t()
+    parts = hopper_stream.linear_parts(x, weight)
+    assert parts is not None
+    assert _error(parts.sum(0), wanted) < 1e-3
+    assert _error(hopper_stream.gated_linear(x, weight), _gated(wanted)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(("columns", "inner"), SHAPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_fp8(rows: int, columns: int, inner: int, per_channel: bool) -> None:
+    x, weight = _operands(rows, columns, inner, torch.bfloat16)
+    x8, weight8 = quantize_rows(x), Fp8Weight.quantize(weight, per_channel)
+    wanted = x8.values.float() @ weight8.restore().t() * x8.scales[:, None]
+    got = hopper_stream.fp8_linear_parts(x8, weight8)
+    assert got is not None
+    got.values = got.values.sum(0)
+    assert _error(got.restore(torch.float32), wanted) < 6e-3
+    # A row of a few columns may have its error in its largest ones.
+    assert _error(hopper_stream.fp8_gated_linear(x8, weight8, torch.bfloat16), _gated(wanted)) < 1e-2
+
+
+def test_rows_that_are_apart() -> None:
+    """x may be a part of wider rows."""
+    wide, weight = _operands(9, 512, 1024, torch.bfloat16)
+    x = wide[:, 256:768]
+    weight = weight[:, :512].contiguous()
+    parts = hopper_stream.linear_parts(x, weight)
+    assert parts is not None
+    assert _error(parts.sum(0), x.float() @ weight.float().t()) < 1e-3
+
+
+def test_what_it_does_not_compute() -> None:
+    x, weight = _operands(65, 512, 1024, torch.bfloat16)
+    assert hopper_stream.linear_parts(x, weight) is None  # too many rows
+    assert hopper_stream.linear_parts(x[:0], weight) is None
+    assert hopper_stream.linear_parts(x[:4], weight[:500]) is None  # half a tile
+    assert hopper_stream.linear_parts(x[:4, :500], weight[:, :500].contiguous()) is None  # rows of half a line
+    assert hopper_stream.linear_parts(x[:4].float(), weight.float()) is None
+    assert hopper_stream.linear_parts(x[:4, 4:516], weight[:, :512].contiguous()) is None  # begins within a line
+
+
+def test_the_same_bits_every_time_and_in_a_graph() -> None:
+    """A race would show as results that change: chains of products and norms, each launched while the one before
+    runs, whose rings hold each other's memory in turn."""
+    shapes = (4096, 4096), (28672, 4096), (4096, 14336)
+    layers = [[_operands(1, *shape, torch.bfloat16)[1] for shape in shapes] for _ in range(4)]
+    ones = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
+    x0 = torch.randn(32, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def chain(linear, gated) -> Tensor:
+        residual = x0.clone()
+        x = dispatch.rms_norm(residual, ones, 1e-5)
+        for o, gate_up, down in layers:
+            x, residual = dispatch.add_rms_norm(linear(x, o), residual, ones, 1e-5)
+            x, residual = dispatch.add_rms_norm(linear(gated(x, gate_up), down), residual, ones, 1e-5)
+        return x
+
+    wanted = chain(F.linear, lambda x, weight: dispatch.silu_and_mul(F.linear(x, weight)))
+    first = chain(dispatch.linear_parts, dispatch.gated_linear)
+    assert _error(first, wanted.float()) < 2e-2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(dispatch.linear_parts, dispatch.gated_linear)
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, first)
