@@ -35,6 +35,7 @@ GROUPS = (  # the first pattern found in a kernel's name decides
             "_product_kernel",
             "_split_kernel",
             "nvjet",
+            "hopper_stream",
             "cutlass",
             "xmma",
             "gemv",
