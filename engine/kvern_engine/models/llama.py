@@ -75,9 +75,10 @@ class LlamaDecoderLayer:
             rows = self.input_norm.fp8(residual)
         else:
             rows, residual = self.input_norm.add_fp8(x, residual)
-        x = self.attention.fp8(rows, positions, cos_sin, kv, meta, wanted)
         if wanted is not None:
+            # Not behind the product: a norm of what comes in parts reads the residual before the kernel in front ends.
             residual = residual.index_select(0, wanted.index)
+        x = self.attention.fp8(rows, positions, cos_sin, kv, meta, wanted)
         rows, residual = self.post_attention_norm.add_fp8(x, residual)
         assert isinstance(self.mlp, GatedMLP), "mixtures of experts are not quantized"
         return self.mlp.fp8(rows), residual

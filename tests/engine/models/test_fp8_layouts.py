@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,12 @@ from bare_models import write_bare
 from test_made_up_weights import config, plans
 from thread_ranks import run_ranks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvern_engine.config import EngineConfig
 from kvern_engine.layers.linear import Linear
+from kvern_engine.layers.mlp import GatedMLP
+from kvern_engine.models.llama import LlamaDecoderLayer
 from kvern_engine.parallel.groups import TensorGroup
 from kvern_engine.parallel.layout import Layout
 from kvern_kernels import Fp8Weight, unscaled
@@ -93,3 +97,43 @@ def test_rows_without_scales(rows: int) -> None:
     values = torch.randn(rows, 4)
     scaled = unscaled(values)
     assert scaled.scales.shape == (rows,) and torch.equal(scaled.restore(torch.float32), values)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_nothing_stands_between_a_product_and_the_norm_that_adds_its_parts(
+    quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that norm reads the residual before the kernel in front of it has ended (`launch_triton.py`): the rows
+    of it that are wanted must be chosen before the product."""
+    order: list[str] = []
+
+    class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            order.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Heads:
+        def __call__(self, *given: Any) -> None: ...
+
+        def output(self, *given: Any) -> None:
+            order.append("product")
+
+        fp8 = output
+
+    def norm(x: Any, residual: Tensor) -> tuple[Tensor, Tensor]:
+        order.append("norm")
+        return residual, residual
+
+    monkeypatch.setattr(GatedMLP, "fp8", lambda self, x: x)
+    monkeypatch.setattr(GatedMLP, "__call__", lambda self, x, residual: x)
+    norms = SimpleNamespace(add=norm, add_fp8=norm)
+    layer: Any = SimpleNamespace(
+        input_norm=norms, attention=Heads(), post_attention_norm=norms, mlp=object.__new__(GatedMLP)
+    )
+    wanted: Any = SimpleNamespace(index=torch.tensor([1]))
+    step = LlamaDecoderLayer.fp8 if quantized else LlamaDecoderLayer.__call__
+    none: Any = None
+    x = residual = torch.zeros(3, 4)
+    with Recorded():  # type: ignore[no-untyped-call]
+        step(layer, x, residual, none, none, none, none, wanted)  # type: ignore[arg-type]
+    assert order == ["norm", "aten.index_select.default", "product", "norm"]
