@@ -11,13 +11,6 @@
 //
 // Compiled by NVRTC (hopper_product.py) for sm_90a with FP8, GATED and ADD as 0 or 1.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct alignas(64) TensorMap {
-    char opaque[128];
-};
-
 #define ROWS 128                 // of x, a block
 #define COLUMNS 256              // of the product, a cluster
 #define STEP_BYTES 128           // of a row, a step
@@ -30,30 +23,6 @@ struct alignas(64) TensorMap {
 #ifndef GROUP
 #define GROUP 8                  // pairs of row tiles that are swept together: x of them stays in L2
 #endif
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra passed;\n"
-        "bra again;\n"
-        "passed:\n"
-        "}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 
 // At that of a block of the cluster. What it orders are reads of the tensor cores and writes of the copy engine, which
 // have ended when it is called: a release over the cluster would flush the block's memory, 1,000 cycles a step.
@@ -91,10 +60,6 @@ __device__ __forceinline__ void store_tile(const TensorMap* map, int column, int
 #endif
 }
 
-__device__ __forceinline__ u64 matrix_descriptor(u32 address) {  // rows of 128 bytes, swizzled, 8 of them 1,024 apart
-    return ((u64)1 << 62) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 16) | ((address & 0x3FFFF) >> 4);
-}
-
 // 64 x 256 += (32 bytes of each of 64 rows) x (32 bytes of each of 256 rows)^T; `more` 0: =
 __device__ __forceinline__ void multiply(float (&d)[128], u64 x, u64 w, int more) {
     asm volatile(
@@ -120,13 +85,6 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
-}
-
-__device__ __forceinline__ float gate(float g, float up) {
-    float power, share;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * g));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.0f + power));
-    return g * share * up;
 }
 
 struct Tile {

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .nvrtc import CudaError, Kernel, TensorMap, compiled
+from . import hopper_source
+from .nvrtc import CudaError, Kernel, TensorMap, compiled, kept_map
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,6 @@ ROW_PAIR, COLUMNS, STEP_BYTES = 256, 256, 128  # of a cluster's tile, as in the 
 _BOX_ROWS, _OUT_BOX_ROWS = 128, 64
 _STAGES, _STAGE_BYTES, _OUT_BYTES = 4, 384 * STEP_BYTES, 2 * 16384
 SHARED_BYTES = 1024 + _STAGES * _STAGE_BYTES + _OUT_BYTES + 16 * _STAGES
-_MOST_MAPS = 4096
 # From here on it is faster in the engine: 8,000 rows 3 %, 16,384 2 %. Steps of 5,100 rows (prefix_256) took longer with
 # it, 1.23 s for 1.17 and in E4M3 1.01 for 0.94, though the product alone gains there too.
 _LEAST_ROWS = 6144
@@ -45,21 +45,16 @@ class Variant:
 
 _kernels: dict[tuple[torch.device, Variant], Kernel] = {}
 _clusters: dict[torch.device, int] = {}
-_maps: dict[tuple[int, tuple[int, ...], torch.dtype, int], TensorMap] = {}
 
 
 def source() -> str:
-    """The kernel's text; the 128 registers of a thread's accumulators are written out here."""
-    names = ", ".join(f"%{number}" for number in range(128))
-    operands = ", ".join(f'"+f"(d[{number}])' for number in range(128))
-    text = Path(__file__).with_name("hopper_product.cu").read_text()
-    return text.replace("@NAMES@", names).replace("@OPERANDS@", operands)
+    """The kernel's text."""
+    return hopper_source.source("hopper_product.cu", registers=128)
 
 
 def options(variant: Variant) -> list[str]:
     """NVRTC's."""
-    flags = [f"-DFP8={int(variant.fp8)}", f"-DGATED={int(variant.gated)}", f"-DADD={int(variant.add)}"]
-    return ["--gpu-architecture=sm_90a", "-std=c++17", *flags]
+    return hopper_source.options(FP8=int(variant.fp8), GATED=int(variant.gated), ADD=int(variant.add))
 
 
 def fits(columns: int, inner: int, dtype: torch.dtype) -> bool:
@@ -124,16 +119,6 @@ def adds(x: Tensor, weight: Tensor, residual: Tensor) -> bool:
     return residual.is_contiguous() and _pays(x, weight, Variant(add=True), _ADDING_SHARE)
 
 
-def _map(matrix: Tensor, box_rows: int) -> TensorMap:
-    key = (matrix.data_ptr(), tuple(matrix.shape), matrix.dtype, box_rows)
-    found = _maps.get(key)
-    if found is None:
-        if len(_maps) >= _MOST_MAPS:
-            _maps.clear()
-        found = _maps[key] = TensorMap.of_rows(matrix, box_rows)
-    return found
-
-
 def _launch(
     x: Tensor, weight: Tensor, y: Tensor, variant: Variant, row_scales: Tensor | None, scale: Tensor | None
 ) -> Tensor:
@@ -143,7 +128,8 @@ def _launch(
     blocks = 2 * min(_clusters[x.device], pairs * tiles)
     steps = x.shape[1] * x.element_size() // STEP_BYTES
     second_half = weight.shape[0] // 2 if variant.gated else COLUMNS // 2
-    maps = _map(x, _BOX_ROWS), _map(weight, _BOX_ROWS), _map(y, _OUT_BOX_ROWS)
+    boxes = (x, _BOX_ROWS), (weight, _BOX_ROWS), (y, _OUT_BOX_ROWS)
+    maps = [kept_map(TensorMap.of_rows, *box) for box in boxes]
     sizes = x.shape[0], pairs, tiles, steps, second_half
     _kernels[x.device, variant].launch(blocks, THREADS, [*maps, *sizes, row_scales, scale])
     return y

@@ -15,13 +15,6 @@
 // Compiled by NVRTC (hopper_stream.py) for sm_90a with KIND (0 bfloat16, 1 E4M3, 2 float16), GATED, GROUPS, BOXES,
 // STAGES and PACE as numbers; TOKENS rows of x are written out in the text.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct alignas(64) TensorMap {
-    char opaque[128];
-};
-
 #define BOX_BYTES 128            // of a row, a box
 #define W_BOX (64 * GROUPS * BOX_BYTES)
 #define X_BOX (TOKENS * BOX_BYTES)
@@ -29,30 +22,6 @@ struct alignas(64) TensorMap {
 #define X_BYTES (X_BOX * BOXES)
 #define STAGE_BYTES (W_BYTES + X_BYTES)
 #define BOX_ELEMENTS (KIND == 1 ? BOX_BYTES : BOX_BYTES / 2)
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra passed;\n"
-        "bra again;\n"
-        "passed:\n"
-        "}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -101,10 +70,6 @@ __device__ __forceinline__ void load_x(u32 target, const TensorMap* map, int ste
             "l"(map), "r"((step * BOXES + box) * BOX_ELEMENTS), "r"(0), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ u64 matrix_descriptor(u32 address) {  // rows of 128 bytes, swizzled, 8 of them 1,024 apart
-    return ((u64)1 << 62) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 16) | ((address & 0x3FFFF) >> 4);
-}
-
 // 64 x TOKENS += (32 bytes of each of 64 rows of W) x (32 bytes of each row of x)^T; `more` 0: =
 __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], u64 w, u64 x, int more) {
     asm volatile(
@@ -121,13 +86,6 @@ __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], u64 w, u64 x, i
         "}"
         : @OPERANDS@
         : "l"(w), "l"(x), "r"(more));
-}
-
-__device__ __forceinline__ float gate(float g, float up) {
-    float power, share;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * g));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.0f + power));
-    return g * share * up;
 }
 
 __device__ __forceinline__ unsigned short rounded(float value, int half) {

@@ -6,11 +6,10 @@ inner dimension are added up by the operation behind, as those of `small_gemm_tr
 and shapes. `prepare` compiles it at start. The reference is torch.nn.functional.linear.
 
 Measured on an H200, a layer of a decode step at 1 row of 216 tokens, 32 of 216, 32 of 4,088 and 40 chats, us, with
-Triton's or cuBLAS's products / with these: bf16 122, 143, 258, 163 / 115, 133, 249, 148; FP8 78, 97, 213, 112 / 68, 89,
-205, 103. At 96 and 128 rows the vendor's are faster, in FP8 by a tenth.
+Triton's or cuBLAS's products / with these: bf16 124, 143, 258, 163 / 114, 132, 247, 147; FP8 78, 97, 213, 112 / 66, 87,
+204, 102. At 96 and 128 rows the vendor's are faster, in FP8 by a tenth.
 """
 
-import functools
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from . import hopper_source
 from .fp8 import FP8, Fp8Weight, ScaledRows
-from .nvrtc import CudaError, Kernel, TensorMap, compiled
+from .nvrtc import CudaError, Kernel, TensorMap, compiled, kept_map
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ _STEP_BOXES = 4  # groups times boxes: a step takes 32 KB of the weight
 _PACE = 2  # steps; of 1 (32 KB a block) the memory is not busy, of 3 the norm in front takes longer
 _RING_BYTES = 200 * 1024  # of the 227 KB a block may have: small kernels before and behind are to fit beside it
 _MOST_PIECES, _LEAST_STEPS = 8, 2
-_MOST_MAPS = 4096
 
 
 @dataclass(frozen=True)
@@ -100,32 +99,25 @@ def choose_split(columns: int, inner_bytes: int, gated: bool, multiprocessors: i
 
 
 def source(tokens: int) -> str:
-    """The kernel's text for `tokens` rows; the registers of a thread's accumulators are written out here."""
-    count = tokens // 2
-    text = Path(__file__).with_name("hopper_stream.cu").read_text()
-    for name, place in (("W", count), ("X", count + 1), ("MORE", count + 2)):
-        text = text.replace(f"@{name}@", str(place))
-    names = ", ".join(f"%{number}" for number in range(count))
-    operands = ", ".join(f'"+f"(d[{number}])' for number in range(count))
-    return text.replace("@NAMES@", names).replace("@OPERANDS@", operands).replace("@TOKENS@", str(tokens))
+    """The kernel's text for `tokens` rows."""
+    count = tokens // 2  # accumulators of a thread, in front of the other operands
+    return hopper_source.source("hopper_stream.cu", count, W=count, X=count + 1, MORE=count + 2, TOKENS=tokens)
 
 
 def options(variant: Variant) -> list[str]:
     """NVRTC's."""
-    values = {
-        "KIND": KINDS[variant.dtype],
-        "GATED": int(variant.gated),
-        "GROUPS": variant.groups,
-        "BOXES": variant.boxes,
-        "TOKENS": variant.tokens,
-        "STAGES": variant.stages,
-        "PACE": _PACE,
-    }
-    return ["--gpu-architecture=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in values.items())]
+    return hopper_source.options(
+        KIND=KINDS[variant.dtype],
+        GATED=int(variant.gated),
+        GROUPS=variant.groups,
+        BOXES=variant.boxes,
+        TOKENS=variant.tokens,
+        STAGES=variant.stages,
+        PACE=_PACE,
+    )
 
 
 _kernels: dict[tuple[torch.device, Variant], Kernel] = {}
-_maps: dict[tuple[int, tuple[int, ...], torch.dtype, bool, int], TensorMap] = {}
 
 
 def variants(dtype: torch.dtype) -> list[Variant]:
@@ -139,21 +131,16 @@ def prepare(device: torch.device, dtype: torch.dtype, folder: Path) -> None:
     elsewhere than on Hopper; where it fails, Triton's kernels go on computing everything, and the log says why."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or dtype not in KINDS:
         return
+    missing = [variant for variant in variants(dtype) if (device, variant) not in _kernels]
     try:
         with ThreadPoolExecutor() as pool:  # the compiler takes 0.15 s for each
-            codes = list(pool.map(lambda one: compiled(source(one.tokens), options(one), folder), variants(dtype)))
+            codes = list(pool.map(lambda one: compiled(source(one.tokens), options(one), folder), missing))
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # torch's context is current from now on
-            for variant, code in zip(variants(dtype), codes, strict=True):
-                if (device, variant) not in _kernels:
-                    _kernels[device, variant] = Kernel(code, "hopper_stream", variant.shared_bytes)
+            for variant, code in zip(missing, codes, strict=True):
+                _kernels[device, variant] = Kernel(code, "hopper_stream", variant.shared_bytes)
     except (CudaError, OSError) as error:
         log.warning("decode uses Triton's products only: %s", error)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _choice(x: Tensor, weight: Tensor, gated: bool) -> tuple[Variant, Split] | None:
@@ -162,22 +149,13 @@ def _choice(x: Tensor, weight: Tensor, gated: bool) -> tuple[Variant, Split] | N
         return None
     if x.stride(1) != 1 or x.stride(0) * item % 16 or x.data_ptr() % 16 or not weight.is_contiguous():
         return None
-    split = choose_split(weight.shape[0], weight.shape[1] * item, gated, _multiprocessors(x.device))
+    from .decode_attention_triton import sm_count  # a CPU does without Triton
+
+    split = choose_split(weight.shape[0], weight.shape[1] * item, gated, sm_count(x.device))
     if split is None:
         return None
     variant = Variant(x.dtype, gated, split.groups, -(-rows // 8) * 8)
     return (variant, split) if (x.device, variant) in _kernels else None
-
-
-def _map(matrix: Tensor, gated: bool, box_rows: int) -> TensorMap:
-    key = (matrix.data_ptr(), (*matrix.shape, matrix.stride(0)), matrix.dtype, gated, box_rows)
-    found = _maps.get(key)
-    if found is None:
-        if len(_maps) >= _MOST_MAPS:
-            _maps.clear()
-        make = TensorMap.of_gate_and_up if gated else TensorMap.of_rows
-        found = _maps[key] = make(matrix, box_rows)
-    return found
 
 
 def _product(x: Tensor, weight: Tensor, dtype: torch.dtype | None, *scales: Tensor | None) -> Tensor | None:
@@ -194,12 +172,13 @@ def _product(x: Tensor, weight: Tensor, dtype: torch.dtype | None, *scales: Tens
     y = torch.empty(
         (rows, columns) if gated else (pieces, rows, columns), dtype=dtype or torch.float32, device=x.device
     )
-    w_map, x_map = _map(weight, gated, 64 * variant.groups), _map(x, False, variant.tokens)
+    w_map = kept_map(TensorMap.of_gate_and_up if gated else TensorMap.of_rows, weight, 64 * variant.groups)
+    x_map = kept_map(TensorMap.of_rows, x, variant.tokens)
     sizes = rows, columns, tiles, tiles * pieces, steps, each, int(dtype == torch.float16)
-    blocks = min(tiles * pieces, _multiprocessors(x.device))
-    kernel = _kernels[x.device, variant]
-    from .launch_triton import early_launch  # a CPU does without Triton
+    from .decode_attention_triton import sm_count
+    from .launch_triton import early_launch
 
+    blocks, kernel = min(tiles * pieces, sm_count(x.device)), _kernels[x.device, variant]
     kernel.launch(blocks, variant.threads, [w_map, x_map, y, *sizes, *scales], early=bool(early_launch()))
     return y
 

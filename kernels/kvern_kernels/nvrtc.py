@@ -6,7 +6,7 @@ For what Triton cannot say (clusters that share loads). `Kernel` takes raw argum
 import ctypes
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -130,6 +130,22 @@ class TensorMap:
         row = inner * weight.element_size()
         sizes = (inner, 8, 2, rows // 16)
         return cls(weight, sizes, (row, rows // 2 * row, 8 * row), (8, 2, box_rows // 16))
+
+
+_MOST_MAPS = 4096
+_maps: dict[tuple[Callable[..., TensorMap], int, torch.Size, int, torch.dtype, int], TensorMap] = {}
+
+
+def kept_map(make: Callable[[Tensor, int], TensorMap], matrix: Tensor, box_rows: int) -> TensorMap:
+    """`make(matrix, box_rows)`, or the one that was made of the same before; the device's memory says no more of
+    a matrix than where it is."""
+    key = (make, matrix.data_ptr(), matrix.shape, matrix.stride(0), matrix.dtype, box_rows)
+    found = _maps.get(key)
+    if found is None:
+        if len(_maps) >= _MOST_MAPS:
+            _maps.clear()
+        found = _maps[key] = make(matrix, box_rows)
+    return found
 
 
 _found: list[Driver] = []
