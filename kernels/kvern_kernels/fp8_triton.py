@@ -53,15 +53,14 @@ def _norm_kernel(
         weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
     if COLUMNS:
         columns = tl.load(columns_ptr + offsets, mask=inside, other=0.0)
-    if SCALED and PARTS > 1:
+    if PARTS == 1:
+        release_then_wait()
+    if SCALED:
         row_scale = tl.load(scales_ptr + row, cache_modifier=".cg")
-    if ADD and PARTS > 1:
+    if ADD:
         before = tl.load(target, mask=inside, other=0.0, cache_modifier=".cg")
-    release_then_wait()
-    if SCALED and PARTS == 1:
-        row_scale = tl.load(scales_ptr + row)
-    if ADD and PARTS == 1:
-        before = tl.load(target, mask=inside, other=0.0)
+    if PARTS > 1:
+        release_then_wait()
     x = load_parts(x_ptr + row * x_stride + offsets, inside, part_stride, PARTS, x_ptr.dtype.element_ty)
     if SCALED:
         x *= row_scale

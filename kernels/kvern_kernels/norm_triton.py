@@ -43,13 +43,14 @@ def _rms_norm_kernel(
     dtype = out_ptr.dtype.element_ty
     target = residual_ptr + row * residual_stride + offsets
     weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
-    if ADD and PARTS > 1:
+    if PARTS == 1:
+        release_then_wait()
+    if ADD:
         before = tl.load(target, mask=inside, other=0.0, cache_modifier=".cg")
-    release_then_wait()
+    if PARTS > 1:
+        release_then_wait()
     x = load_parts(x_ptr + row * x_stride + offsets, inside, part_stride, PARTS, dtype)
     if ADD:
-        if PARTS == 1:
-            before = tl.load(target, mask=inside, other=0.0)
         total = (x + before.to(tl.float32)).to(dtype)
         # The sum is rounded before it is squared, as where it is stored and read back.
         tl.store(target, total, mask=inside)

@@ -67,6 +67,14 @@ def _stored(values, scales, DTYPE: tl.constexpr, QUANTIZE: tl.constexpr, CACHE_D
     return values.to(CACHE_DTYPE)
 
 
+@triton.jit
+def _turn(cos_sin_ptr, position_ptr, dims, HALF: tl.constexpr):
+    """Cosines and sines of a token's position, [1, dims] each."""
+    row = cos_sin_ptr + tl.load(position_ptr, cache_modifier=".cg") * (2 * HALF) + dims
+    inside = dims < HALF
+    return tl.load(row, mask=inside, other=0.0)[None, :], tl.load(row + HALF, mask=inside, other=0.0)[None, :]
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def _rope_kernel(
     q_ptr,
@@ -106,9 +114,7 @@ def _rope_kernel(
     dims = tl.arange(0, HALF_BLOCK)
     if PARTS == 1:
         release_then_wait()
-    turn = cos_sin_ptr + tl.load(positions_ptr + token, cache_modifier=".cg") * (2 * HALF) + dims
-    cos = tl.load(turn, mask=dims < HALF, other=0.0)[None, :]
-    sin = tl.load(turn + HALF, mask=dims < HALF, other=0.0)[None, :]
+    cos, sin = _turn(cos_sin_ptr, positions_ptr + token, dims, HALF)
     slot = tl.load(slots_ptr + token, cache_modifier=".cg")
     row_scale = tl.load(scales_ptr + token, cache_modifier=".cg") if SCALED else 1.0
     if PARTS > 1:

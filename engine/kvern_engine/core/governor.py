@@ -14,8 +14,8 @@ long prompts are few. So steps earn credit, and a long prompt may spend it on be
 longer than promised. Three bounds hold for such steps:
 
 - one in _LONG_EVERY, whatever arrives: half of what the percentile leaves free, the other half is for what is not
-  planned. A token bucket holds _LONG_KEPT, because long prompts do not come at equal distances: in n steps
-  there are at most _LONG_KEPT + n / _LONG_EVERY;
+  planned. A token bucket holds _LONG_KEPT, because long prompts do not come at equal distances: in n steps there are at
+  most _LONG_KEPT + n / _LONG_EVERY;
 - _LONG_SECONDS: a stream that pauses that long for a token still comes faster than anybody reads;
 - _LONG_FACTOR decode steps, so that where decode steps are short, streams lose at most _LONG_FACTOR / _LONG_EVERY of
   their speed, 5 %.
@@ -31,11 +31,9 @@ _DECODE_WINDOW = 15  # steps; a median over them ignores seven outliers
 _FEW_ROWS = 8  # fewer take about as long as one
 _RUSH = 3  # see `cap`; 1,000 chats as in `_class_of`: 17.2 s, with 0 18.5; with 5 17.2, ITL p99.9 46 ms for 33
 _COST_WINDOW = 3  # mixed steps; two of them make a new median
-_LONG_PROMPT = (
-    3  # usual chunks; with credit for one step 4 were better, which left it to really long prompts (simulated)
-)
+_LONG_PROMPT = 3  # usual chunks; were credit kept for one step only, 4 would be better (simulated)
 _LONG_EVERY = 200  # steps
-_LONG_KEPT = 3  # long steps; TTFT p99 of 32 requests/s on an H200 60 -> 56 ms with both (simulated)
+_LONG_KEPT = 3  # long steps; simulated with the two above, TTFT p99 60 -> 56 ms where a decode step takes 5 ms
 _LONG_FACTOR = 10  # decode steps
 _LONG_SECONDS = 0.05
 
