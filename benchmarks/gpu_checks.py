@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-CASES = ("triton", "fp8", "sampling", "hopper", "stream")
+CASES = ("triton", "fp8", "sampling", "hopper", "stream", "attention")
 TIMELINES = ["decode_32", "decode_1", "decode_256", "ctx4k_32", "prefill_8k", "sharegpt_1000"]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import vendor_attention
+from . import hopper_attention, vendor_attention
 from .decode_attention_triton import MAX_QUERY_LEN, decode_attention
 from .gather_triton import gather_contexts
 from .metadata import AttentionMetadata
@@ -27,6 +27,9 @@ def paged_attention(
         decode_attention(q, kv, meta, scale, out, meta.num_rows, max(meta.max_query_len, 1), kv_scales=kv_scales)
         return out
     decode_attention(q, kv, meta, scale, out, meta.num_decodes, 1, kv_scales=kv_scales)
+    if hopper_attention.takes(q, kv, meta):
+        hopper_attention.attention(q, kv, meta, scale, out, meta.num_decodes)
+        return out
     for part in _parts(q, meta):
         rows, first, end = part.meta, part.first_token, part.first_token + part.tokens
         if not part.padded:

@@ -124,6 +124,12 @@ class TensorMap:
         return cls(matrix, (columns, rows), (matrix.stride(0) * matrix.element_size(),), (box_rows,))
 
     @classmethod
+    def of_halves(cls, matrix: Tensor, box_rows: int) -> "TensorMap":
+        """Of contiguous `matrix` [rows, 256 bytes]: boxes of `box_rows` rows, their second halves behind the first."""
+        sizes = (128 // matrix.element_size(), matrix.shape[0], 2)
+        return cls(matrix, sizes, (256, 128), (box_rows, 2))
+
+    @classmethod
     def of_gate_and_up(cls, weight: Tensor, box_rows: int) -> "TensorMap":
         """Of contiguous `weight` [2F, K] = gate | up: boxes of `box_rows` rows in which 8 of either alternate."""
         rows, inner = weight.shape

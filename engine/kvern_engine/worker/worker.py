@@ -46,7 +46,7 @@ from kvern_engine.worker.runner import Runner
 from kvern_engine.worker.stages import StageLink
 from kvern_engine.worker.tables import RowTables
 from kvern_engine.worker.warm_up import warm_other_layouts
-from kvern_kernels import large_products, vendor_attention
+from kvern_kernels import hopper_attention, large_products, vendor_attention
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +142,9 @@ class Worker:
                     products += warm_other_layouts(self)
                 large_products.choose(products, self._most_tokens, dtype)
                 del products
+                own_attention = self._kv_dtype == dtype and hopper_attention.prepare(
+                    self.device, *self._head_sizes, dtype, self.config.block_size, large_products.folder()
+                )
         with self._phase("profile", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
             used = self.memory_used = self._profile()
         with self._phase("kv_cache", report), self._out_of_memory("the KV cache"):
@@ -156,7 +159,7 @@ class Worker:
                 mixed.capture(mixed.sizes, lambda share: report("graphs", share / 2))
                 decode.capture(_sizes_at_start(decode), lambda share: report("graphs", 0.5 + share / 2))
                 torch.cuda.synchronize(self.device)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not own_attention:
             with self._phase("attention", report), self._out_of_memory("attention over a long prompt"):
                 self._warm_up_attention(dtype)
         log.info("worker ready: %s", ", ".join(f"{name} {took:.2f} s" for name, took in self._seconds.items()))
@@ -422,10 +425,15 @@ class Worker:
 
     @torch.inference_mode()
     def _warm_up_attention(self, dtype: torch.dtype) -> None:
-        shard, longest = self.model.shard, min(self.max_model_len, self._most_tokens)
-        sizes = shard.heads.size, shard.kv_heads.size, self.model.config.head_dim
-        vendor_attention.warm_up(*sizes, dtype, self.device, longest)
+        longest = min(self.max_model_len, self._most_tokens)
+        vendor_attention.warm_up(*self._head_sizes, dtype, self.device, longest)
         torch.cuda.synchronize(self.device)
+
+    @property
+    def _head_sizes(self) -> tuple[int, int, int]:
+        """This rank's query heads and KV heads, and the numbers of one."""
+        shard = self.model.shard
+        return shard.heads.size, shard.kv_heads.size, self.model.config.head_dim
 
     def _size_kv_cache(self, used: int) -> memory.KvCacheSize:
         """This rank's part of a cache of as many blocks as the rank with the least room can have."""
