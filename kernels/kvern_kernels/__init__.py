@@ -10,6 +10,7 @@ from .dispatch import (
     add_rms_norm,
     add_rms_norm_fp8,
     add_rms_norm_scaled,
+    attention_gives_blocks,
     fp8_gated_linear,
     fp8_linear,
     fp8_linear_parts,
@@ -19,6 +20,7 @@ from .dispatch import (
     invariant_linear,
     linear_parts,
     paged_attention,
+    paged_attention_blocks,
     quantize_rows,
     restore_rows,
     rms_norm,
@@ -27,8 +29,9 @@ from .dispatch import (
     sample_tokens,
     silu_and_mul,
     silu_and_mul_fp8,
+    takes_blocks,
 )
-from .fp8 import Fp8Weight, ScaledRows, largest_of, unscaled
+from .fp8 import BlockScaledRows, Fp8Weight, ScaledRows, largest_of, unscaled
 from .int8 import MOST_ROWS as INT8_ROWS
 from .int8 import Int8Weight
 from .metadata import AttentionMetadata, DecodeWorkspace, DeviceRows
@@ -37,6 +40,7 @@ from .sampling import SamplingTables
 __all__ = [
     "INT8_ROWS",
     "AttentionMetadata",
+    "BlockScaledRows",
     "DecodeInputs",
     "DecodeWorkspace",
     "DeviceRows",
@@ -48,6 +52,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_fp8",
     "add_rms_norm_scaled",
+    "attention_gives_blocks",
     "fp8_gated_linear",
     "fp8_linear",
     "fp8_linear_parts",
@@ -58,6 +63,7 @@ __all__ = [
     "largest_of",
     "linear_parts",
     "paged_attention",
+    "paged_attention_blocks",
     "quantize_rows",
     "restore_rows",
     "rms_norm",
@@ -66,5 +72,6 @@ __all__ = [
     "sample_tokens",
     "silu_and_mul",
     "silu_and_mul_fp8",
+    "takes_blocks",
     "unscaled",
 ]

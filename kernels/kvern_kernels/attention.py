@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from .fp8 import BlockScaledRows, quantize_blocks
 from .kv_cache import as_bytes, checked_scales
 from .metadata import AttentionMetadata
 
@@ -67,3 +68,10 @@ def paged_attention(
             out[start : start + count] = torch.einsum("hqk,hkd->qhd", weights, values).to(q.dtype)
         start += count
     return out
+
+
+def paged_attention_blocks(
+    q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, kv_scales: Tensor | None = None
+) -> BlockScaledRows:
+    """`paged_attention` in FP8, [T, Hq * D], quantized by blocks: heads of `fp8.BLOCK` dimensions by themselves."""
+    return quantize_blocks(paged_attention(q.float(), kv, meta, scale, kv_scales).flatten(1))

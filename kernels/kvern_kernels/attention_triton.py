@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import hopper_attention, vendor_attention
 from .decode_attention_triton import MAX_QUERY_LEN, decode_attention
+from .fp8 import BLOCK, BlockScaledRows
 from .gather_triton import gather_contexts
 from .metadata import AttentionMetadata
 from .prefill_attention_triton import prefill_attention
@@ -41,6 +42,23 @@ def paged_attention(
         if part.tokens == q.shape[0]:
             return prompts.contiguous()
         out[first:end] = prompts
+    return out
+
+
+def gives_blocks(meta: AttentionMetadata, head_dim: int) -> bool:
+    """Whether `paged_attention_blocks` computes a step: its tokens are all the decode kernel's, a head is a block. Not
+    where rows are `each_alone`: a token's bits would differ from those of the same one in a larger step."""
+    few = meta.device_rows is None and meta.max_query_len <= MAX_QUERY_LEN
+    return few and head_dim == BLOCK and not meta.each_alone
+
+
+def paged_attention_blocks(
+    q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, kv_scales: Tensor | None = None
+) -> BlockScaledRows:
+    """As `attention.paged_attention_blocks`, where it `gives_blocks`."""
+    out = BlockScaledRows.empty(q.shape[0], q.shape[1] * q.shape[2], q.device)
+    longest, heads = max(meta.max_query_len, 1), out.values.view(q.shape)
+    decode_attention(q, kv, meta, scale, heads, meta.num_rows, longest, kv_scales=kv_scales, out_scales=out.scales)
     return out
 
 

@@ -5,6 +5,9 @@ A program reads one row, one KV head and one piece of the context (flash-decodin
 the KV head and the row's 1..8 query tokens are the rows of its tile, so K and V are read once. A second, small kernel
 merges the pieces of rows that were cut. Which program reads what is worked out on the device once a step
 (`decode_plan_triton.py`), so that a captured graph serves any lengths.
+
+A head of a token is whole in one program: where the product behind takes rows quantized by blocks of a head's size
+(`fp8.BlockScaledRows`), whichever kernel is last for it writes it in E4M3, with its scale.
 """
 
 import functools
@@ -22,7 +25,19 @@ from .decode_plan_triton import DecodePlan, plan_decode
 from .kv_cache import checked_scales
 from .launch_triton import after_previous, early_launch, release_then_wait
 from .metadata import AttentionMetadata, DecodeWorkspace
-from .paged_triton import LOG2E, head_offsets, hide, kv_pointers, online_softmax, piece_of, queries_of, store_stats
+from .paged_triton import (
+    LOG2E,
+    e4m3,
+    head_offsets,
+    hide,
+    kv_pointers,
+    online_softmax,
+    piece_of,
+    queries_of,
+    scale_pointers,
+    store_stats,
+    to_448,
+)
 from .split_kv import Cut
 
 MAX_QUERY_LEN = 8
@@ -30,11 +45,12 @@ _MERGED_AT_ONCE = 32  # rows
 _FEW_ROWS = 8
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "scales_stride"])
 def _decode_kernel(
     q_ptr,
     kv_ptr,
     out_ptr,
+    out_scales_ptr,
     partial_ptr,
     stats_ptr,
     pieces_ptr,
@@ -46,6 +62,7 @@ def _decode_kernel(
     kv_stride,
     head_stride,
     table_stride,
+    scales_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_Q: tl.constexpr,
@@ -55,6 +72,7 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ):
     row, begin, end, pieces = piece_of(pieces_ptr, tl.program_id(1))
     after_previous()
@@ -92,7 +110,13 @@ def _decode_kernel(
     if pieces == 1:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         target = out_ptr + out_offsets[:, None] + dims[None, :]
-        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=inside)
+        if QUANTIZE:
+            scales, by = to_448(tl.max(tl.abs(result), axis=1))
+            tl.store(target, e4m3(result * by[:, None]), mask=inside)
+            places = scale_pointers(out_scales_ptr, first_token, tile_rows, head, scales_stride, GROUP)
+            tl.store(places, scales, mask=tile_rows < query_len * GROUP)
+        else:
+            tl.store(target, result.to(out_ptr.dtype.element_ty), mask=inside)
         return
 
     piece = tl.program_id(1).to(tl.int64) * KV_HEADS + head
@@ -101,19 +125,22 @@ def _decode_kernel(
     store_stats(stats_ptr, piece, tile_rows, top, total, MAX_Q * GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def _merge_kernel(
     out_ptr,
+    out_scales_ptr,
     partial_ptr,
     stats_ptr,
     merges_ptr,
     query_start_ptr,
+    scales_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_Q: tl.constexpr,
     D: tl.constexpr,
     D_BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
+    QUANTIZE: tl.constexpr,
 ):
     """Merge the pieces of the rows that have several, PIECES at a time, for one query token and head, by their maxima
     and sums. There are programs for some rows at a time only: mostly few rows were cut, and programs without work are
@@ -156,7 +183,13 @@ def _merge_kernel(
                 total = total * decay + tl.sum(totals * weights, axis=0)
                 top = new_top
             target = out_ptr + (out_token.to(tl.int64) * HEADS + head) * D + dims
-            tl.store(target, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < D)
+            result = acc / total
+            if QUANTIZE:
+                head_scale, by = to_448(tl.max(tl.abs(result), axis=0))
+                tl.store(target, e4m3(result * by), mask=dims < D)
+                tl.store(out_scales_ptr + head * scales_stride + out_token, head_scale)
+            else:
+                tl.store(target, result.to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
 @dataclass(frozen=True)
@@ -255,12 +288,14 @@ def decode_attention(
     tiles: DecodeTiles | None = None,
     seq_lens: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    out_scales: Tensor | None = None,
 ) -> None:
     """Attention of the first `rows` rows, each with at most `query_len` (<= 8) query tokens, into `out` [T, Hq, D].
 
     With `query_len` 1 row i's token is token i. `piece` (tokens of a piece of a context) and `tiles` default to the
     measured choice; `seq_lens` [R] int32 stands in for that of `meta`, in all calls of a step; `kv_scales` [2, Hkv] are
-    those of a cache in FP8. Raises ValueError where `query_len` is over 8 or the given workspace is too small.
+    those of a cache in FP8. With `out_scales` [T, Hq] float32, of which those of a head are contiguous, `out` is in
+    E4M3. Raises ValueError where `query_len` is over 8 or the given workspace is too small.
     """
     if query_len > MAX_QUERY_LEN:
         raise ValueError(f"query_len must be at most {MAX_QUERY_LEN}, got {query_len}")
@@ -277,10 +312,12 @@ def decode_attention(
     work = _workspace(meta, q, cut.capacity, query_len)
     plan = _plan(meta, seq_lens, rows, cut)
     kernel, stored, extra, own = _kernel_for(q, kv, checked_scales(kv, kv_scales))
+    scales, scales_stride = (out, 0) if out_scales is None else (out_scales, out_scales.stride(1))
     kernel[(kv_heads, cut.capacity)](
         q,
         stored,
         out,
+        scales,
         work.partial,
         work.stats,
         plan.pieces,
@@ -293,6 +330,7 @@ def decode_attention(
         stored.stride(0),
         stored.stride(1),
         meta.block_tables.stride(0),
+        scales_stride,
         KV_HEADS=kv_heads,
         GROUP=group,
         MAX_Q=query_len,
@@ -300,17 +338,25 @@ def decode_attention(
         BS=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(group * query_len)),
         BLOCK_N=tiles.block_n,
+        QUANTIZE=out_scales is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **own,
         **early_launch(),
     )
     if plan.merges is not None:
-        _merge(out, work, meta, plan.merges, rows, group, query_len)
+        _merge(out, out_scales, work, meta, plan.merges, rows, group, query_len)
 
 
 def _merge(
-    out: Tensor, work: DecodeWorkspace, meta: AttentionMetadata, merges: Tensor, rows: int, group: int, query_len: int
+    out: Tensor,
+    out_scales: Tensor | None,
+    work: DecodeWorkspace,
+    meta: AttentionMetadata,
+    merges: Tensor,
+    rows: int,
+    group: int,
+    query_len: int,
 ) -> None:
     heads, dim = out.shape[1], out.shape[2]
     most = merges.shape[0] - 1
@@ -318,16 +364,19 @@ def _merge(
     few = rows <= _FEW_ROWS
     _merge_kernel[(min(most, _MERGED_AT_ONCE), heads, query_len)](
         out,
+        out if out_scales is None else out_scales,
         work.partial,
         work.stats,
         merges,
         meta.query_start,
+        0 if out_scales is None else out_scales.stride(1),
         HEADS=heads,
         GROUP=group,
         MAX_Q=query_len,
         D=dim,
         D_BLOCK=triton.next_power_of_2(dim),
         PIECES=split_kv.MAX_PIECES if few else 8,
+        QUANTIZE=out_scales is not None,
         num_warps=4 if few else 1,
         **early_launch(),
     )

@@ -28,7 +28,7 @@ from . import (
 )
 from .decode_inputs import DecodeInputs
 from .each_alone import attend_each_alone
-from .fp8 import Fp8Weight, ScaledRows
+from .fp8 import BlockScaledRows, Fp8Weight, ScaledRows
 from .int8 import Int8Weight
 from .invariant_gemm import invariant_linear as plain_invariant_linear
 from .metadata import AttentionMetadata
@@ -128,6 +128,27 @@ def paged_attention(
     if _FORCED == "reference":
         return attention.paged_attention(q, kv, meta, scale, kv_scales, window, softcap)
     return cpu_attention.paged_attention(q, kv, meta, scale, kv_scales, window, softcap)
+
+
+def attention_gives_blocks(
+    q: Tensor, meta: AttentionMetadata, window: int | None = None, softcap: float | None = None
+) -> bool:
+    """Whether `paged_attention_blocks` computes a step."""
+    if not _triton(q) or window is not None or softcap is not None:
+        return False
+    from . import attention_triton
+
+    return attention_triton.gives_blocks(meta, q.shape[2])
+
+
+def paged_attention_blocks(
+    q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, kv_scales: Tensor | None = None
+) -> BlockScaledRows:
+    """`paged_attention` of few query tokens a row in FP8, quantized by blocks, for `fp8_linear_parts`; asked only where
+    `attention_gives_blocks`."""
+    from . import attention_triton
+
+    return attention_triton.paged_attention_blocks(q, kv, meta, scale, kv_scales)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -282,8 +303,16 @@ def silu_and_mul_fp8(x: ScaledRows) -> ScaledRows:
     return rows
 
 
-def fp8_linear_parts(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRows:
+def takes_blocks(rows: int, weight: Fp8Weight) -> bool:
+    """Whether `rows` rows are better quantized by blocks than as a whole for `fp8_linear_parts` with `weight`."""
+    return _FORCED != "reference" and hopper_stream.takes_blocks(rows, weight)
+
+
+def fp8_linear_parts(x: ScaledRows | BlockScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRows:
     """`fp8_linear`, its values maybe in parts to add up, [P, T, N] float32; see `linear_parts`."""
+    if isinstance(x, BlockScaledRows):
+        parts = hopper_stream.fp8_block_linear_parts(x, weight)
+        return fp8.fp8_block_linear(x, weight, dtype) if parts is None else parts
     if x.values.is_cuda and _FORCED != "reference":
         streamed = hopper_stream.fp8_linear_parts(x, weight)
         if streamed is not None:
@@ -296,9 +325,15 @@ def fp8_linear_parts(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> Sc
     return fp8_linear(x, weight, dtype)
 
 
-def fp8_gated_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRows:
-    """`silu_and_mul_fp8` of `x` [T, K] times `weight` [2F, K] = gate | up transposed: [T, F] in FP8."""
+def fp8_gated_linear(
+    x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype, by_blocks: bool = False
+) -> ScaledRows | BlockScaledRows:
+    """`silu_and_mul_fp8` of `x` [T, K] times `weight` [2F, K] = gate | up transposed: [T, F] in FP8. `by_blocks`: what
+    reads it takes rows that are quantized by blocks, too."""
     if x.values.is_cuda and _FORCED != "reference":
+        blocks = hopper_stream.fp8_gated_blocks(x, weight) if by_blocks else None
+        if blocks is not None:
+            return blocks
         streamed = hopper_stream.fp8_gated_linear(x, weight, dtype)
         if streamed is not None:
             return quantize_rows(streamed)

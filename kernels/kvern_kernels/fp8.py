@@ -6,6 +6,10 @@ does not depend on the rows beside it. The product itself takes a single scale: 
 to be multiplied by their scales, and by those of their columns where each output channel has its own; the operation
 that reads them does that. So the vendor's per-tensor kernels serve both ways of scaling, which are 1.6 times faster
 than its row-wise ones at few rows. The Triton kernels are in `fp8_triton.py`.
+
+Where a kernel makes but a part of each row, rows are quantized by blocks of 128 columns instead (`BlockScaledRows`), in
+decode steps on Hopper: a head of attention, the columns of SwiGLU that one block of threads has. So no kernel looks at
+whole rows in between; the product scales what it adds up (`hopper_stream.py`).
 """
 
 from dataclasses import dataclass
@@ -17,6 +21,8 @@ from .norm import rms_norm
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+BLOCK = 128  # columns of a scale of `BlockScaledRows`
+ROWS_APART = 8  # scales of a block begin a multiple of so many behind those of the one before
 TINY = 1e-12  # so that a row of zeros stays zeros
 
 
@@ -37,6 +43,27 @@ class ScaledRows:
         """[T, K] in `dtype`, scaled."""
         wide = self.values.float() * self.scales.unsqueeze(1)
         return (wide if self.columns is None else wide * self.columns).to(dtype)
+
+
+@dataclass
+class BlockScaledRows:
+    """Column c of row i is `values[i, c]` * `scales[i, c // BLOCK]`: `values` [T, K] in E4M3, `scales` [T, K / BLOCK]
+    float32. Scales lie block by block, so that those of a few blocks of all rows are one line of memory."""
+
+    values: Tensor
+    scales: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "BlockScaledRows":
+        """Room for `rows` rows of `columns` columns, a multiple of BLOCK."""
+        padded = -(-rows // ROWS_APART) * ROWS_APART
+        scales = torch.empty(columns // BLOCK, padded, dtype=torch.float32, device=device)
+        return cls(torch.empty(rows, columns, dtype=FP8, device=device), scales.t()[:rows])
+
+    def restore(self, dtype: torch.dtype) -> Tensor:
+        """[T, K] in `dtype`, scaled."""
+        wide = self.values.float() * self.scales.repeat_interleave(BLOCK, dim=1)
+        return wide.to(dtype)
 
 
 @dataclass
@@ -80,17 +107,16 @@ def largest_of(weight: Tensor, per_channel: bool = False) -> Tensor:
     return (weight.abs().amax(dim=1) if per_channel else weight.abs().amax().view(1)).float()
 
 
-_ones: dict[torch.device, Tensor] = {}
+_ones: dict[torch.device, list[Tensor]] = {}  # all that were made: graphs hold their addresses
 _LEAST_ONES = 1024
 
 
 def unscaled(values: Tensor) -> ScaledRows:
-    """`values` [T, K] as rows whose scales are 1."""
-    rows, kept = values.shape[0], _ones.get(values.device)
-    if kept is None or len(kept) < rows:
-        kept = torch.ones(max(rows, _LEAST_ONES), dtype=torch.float32, device=values.device)
-        _ones[values.device] = kept
-    return ScaledRows(values, kept[:rows])
+    """`values` [T, K], or in parts to add up [P, T, K], as rows whose scales are 1."""
+    rows, kept = values.shape[-2], _ones.setdefault(values.device, [])
+    if not kept or len(kept[-1]) < rows:
+        kept.append(torch.ones(max(rows, _LEAST_ONES), dtype=torch.float32, device=values.device))
+    return ScaledRows(values, kept[-1][:rows])
 
 
 def quantize_rows(x: Tensor) -> ScaledRows:
@@ -98,6 +124,17 @@ def quantize_rows(x: Tensor) -> ScaledRows:
     wide = x.float()
     scales = (wide.abs().amax(dim=-1) / FP8_MAX).clamp(min=TINY)
     return ScaledRows((wide / scales.unsqueeze(1)).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales)
+
+
+def quantize_blocks(x: Tensor) -> BlockScaledRows:
+    """`x` [T, K] of any float type, each BLOCK columns of a row by their largest element."""
+    rows, columns = x.shape
+    wide, out = x.float(), BlockScaledRows.empty(rows, columns, x.device)
+    largest = wide.view(rows, columns // BLOCK, BLOCK).abs().amax(dim=-1)
+    out.scales.copy_((largest / FP8_MAX).clamp(min=TINY))
+    quotient = wide / out.scales.repeat_interleave(BLOCK, dim=1)
+    out.values.copy_(quotient.clamp(-FP8_MAX, FP8_MAX).to(FP8))
+    return out
 
 
 def restore_rows(x: ScaledRows, dtype: torch.dtype) -> Tensor:
@@ -127,6 +164,20 @@ def silu_and_mul_fp8(x: ScaledRows) -> ScaledRows:
     """silu(gate) * up of `x` [T, 2F] = gate | up, quantized by rows: [T, F]."""
     gate, up = x.restore(torch.float32).chunk(2, dim=-1)
     return quantize_rows(torch.nn.functional.silu(gate) * up)
+
+
+def silu_and_mul_blocks(x: ScaledRows) -> BlockScaledRows:
+    """silu(gate) * up of `x` [T, 2F] = gate | up, quantized by blocks: [T, F]."""
+    gate, up = x.restore(torch.float32).chunk(2, dim=-1)
+    return quantize_blocks(torch.nn.functional.silu(gate) * up)
+
+
+def fp8_block_linear(x: BlockScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRows:
+    """The product of `x` [T, K] with `weight` [N, K] transposed, its values in `dtype`: [T, N] with the scales of the
+    weight's rows."""
+    product = x.restore(torch.float32) @ weight.values.float().t() * weight.scale
+    rows = unscaled(product.to(dtype))
+    return ScaledRows(rows.values, rows.scales, weight.columns)
 
 
 def fp8_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> ScaledRows:

@@ -5,12 +5,16 @@ front of it has ended, so that the memory does not idle at the seams between a s
 inner dimension are added up by the operation behind, as those of `small_gemm_triton.py`, which stays for other cards
 and shapes. `prepare` compiles it at start. The reference is torch.nn.functional.linear.
 
+In FP8 the rows of a product may be quantized by blocks (`fp8.BlockScaledRows`): the gated product gives such rows, the
+others take them, so that nothing stands between gate_up and down, nor between attention and o.
+
 Measured on an H200, a layer of a decode step at 1 row of 216 tokens, 32 of 216, 32 of 4,088 and 40 chats, us, with
 Triton's or cuBLAS's products / with these: bf16 124, 143, 258, 163 / 114, 132, 247, 147; FP8 78, 97, 213, 112 / 66, 87,
 204, 102. At 96 and 128 rows the vendor's are faster, in FP8 by a tenth.
 """
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import hopper_source
-from .fp8 import FP8, Fp8Weight, ScaledRows
+from .fp8 import BLOCK, FP8, ROWS_APART, BlockScaledRows, Fp8Weight, ScaledRows, unscaled
 from .nvrtc import CudaError, Kernel, TensorMap, compiled, kept_map
 
 log = logging.getLogger(__name__)
@@ -37,12 +41,13 @@ _MOST_PIECES, _LEAST_STEPS = 8, 2
 @dataclass(frozen=True)
 class Variant:
     """What is compiled: the operands' type, SwiGLU behind the product, 64 weight rows times `groups` a block, rows of
-    x up to `tokens`, a multiple of 8."""
+    x up to `tokens`, a multiple of 8. `blocks`: x, or y of a gated product, is quantized by blocks."""
 
     dtype: torch.dtype
     gated: bool
     groups: int
     tokens: int
+    blocks: bool = False
 
     @property
     def boxes(self) -> int:
@@ -60,8 +65,12 @@ class Variant:
 
     @property
     def shared_bytes(self) -> int:
-        """With room to align the ring, three barriers a stage and a flag."""
-        return 1024 + self.stages * (self.stage_bytes + 24) + 8
+        """With room to align the ring, three barriers a stage and a flag; scales of x a stage, or a block's tile of y
+        and the largest of each of its rows, twice."""
+        extra = 0
+        if self.blocks:
+            extra = self.tokens * (BLOCK + 8) if self.gated else self.stages * self.tokens * self.boxes * 4
+        return 1024 + self.stages * (self.stage_bytes + 24) + 8 + extra
 
     @property
     def threads(self) -> int:
@@ -98,6 +107,17 @@ def choose_split(columns: int, inner_bytes: int, gated: bool, multiprocessors: i
     return Split(groups, max(1, min(wanted, multiprocessors // tiles, steps // _LEAST_STEPS)))
 
 
+def goes_by_blocks(columns: int, inner: int, gated: bool, multiprocessors: int) -> bool:
+    """Whether a product in FP8 with a weight of `columns` rows of `inner` takes rows quantized by blocks, where those
+    fill its steps, or, `gated`, gives such rows, where a block of threads makes all columns of a scale."""
+    split = choose_split(columns, inner, gated, multiprocessors)
+    if split is None:
+        return False
+    if gated:
+        return 32 * split.groups == BLOCK
+    return inner % (BLOCK * (_STEP_BOXES // split.groups)) == 0
+
+
 def source(tokens: int) -> str:
     """The kernel's text for `tokens` rows."""
     count = tokens // 2  # accumulators of a thread, in front of the other operands
@@ -109,6 +129,7 @@ def options(variant: Variant) -> list[str]:
     return hopper_source.options(
         KIND=KINDS[variant.dtype],
         GATED=int(variant.gated),
+        BLOCKS=int(variant.blocks),
         GROUPS=variant.groups,
         BOXES=variant.boxes,
         TOKENS=variant.tokens,
@@ -123,7 +144,12 @@ _kernels: dict[tuple[torch.device, Variant], Kernel] = {}
 def variants(dtype: torch.dtype) -> list[Variant]:
     """All that products with weights in `dtype` may need."""
     shapes = [(False, 1), (False, 2), *((True, groups) for groups in GROUPS)]
-    return [Variant(dtype, *shape, tokens) for tokens in range(8, MAX_ROWS + 1, 8) for shape in shapes]
+    sizes = range(8, MAX_ROWS + 1, 8)
+    found = [Variant(dtype, *shape, tokens) for tokens in sizes for shape in shapes]
+    if dtype == FP8:
+        by_blocks = [(False, 1), (False, 2), (True, BLOCK // 32)]
+        found += [Variant(dtype, *shape, tokens, blocks=True) for tokens in sizes for shape in by_blocks]
+    return found
 
 
 def prepare(device: torch.device, dtype: torch.dtype, folder: Path) -> None:
@@ -143,63 +169,123 @@ def prepare(device: torch.device, dtype: torch.dtype, folder: Path) -> None:
         log.warning("decode uses Triton's products only: %s", error)
 
 
-def _choice(x: Tensor, weight: Tensor, gated: bool) -> tuple[Variant, Split] | None:
+def _choice(x: Tensor, weight: Tensor, gated: bool, blocks: bool) -> tuple[Variant, Split] | None:
     rows, item = x.shape[0], x.element_size()
     if not x.is_cuda or x.dtype != weight.dtype or not 0 < rows <= MAX_ROWS:
         return None
     if x.stride(1) != 1 or x.stride(0) * item % 16 or x.data_ptr() % 16 or not weight.is_contiguous():
         return None
+    return _variant(weight, rows, gated, blocks)
+
+
+def _variant(weight: Tensor, rows: int, gated: bool, blocks: bool) -> tuple[Variant, Split] | None:
+    """How `weight` is multiplied by `rows` rows, where that kernel was loaded."""
     from .decode_attention_triton import sm_count  # a CPU does without Triton
 
-    split = choose_split(weight.shape[0], weight.shape[1] * item, gated, sm_count(x.device))
+    columns, inner, multiprocessors = *weight.shape, sm_count(weight.device)
+    if blocks and not goes_by_blocks(columns, inner, gated, multiprocessors):
+        return None
+    split = choose_split(columns, inner * weight.element_size(), gated, multiprocessors)
     if split is None:
         return None
-    variant = Variant(x.dtype, gated, split.groups, -(-rows // 8) * 8)
-    return (variant, split) if (x.device, variant) in _kernels else None
+    variant = Variant(weight.dtype, gated, split.groups, -(-rows // ROWS_APART) * ROWS_APART, blocks)
+    return (variant, split) if (weight.device, variant) in _kernels else None
 
 
-def _product(x: Tensor, weight: Tensor, dtype: torch.dtype | None, *scales: Tensor | None) -> Tensor | None:
-    """The sums in pieces, or the gated product in `dtype`."""
-    gated = dtype is not None
-    choice = _choice(x, weight, gated)
-    if choice is None or dtype not in (None, torch.bfloat16, torch.float16):
-        return None
-    variant, split = choice
-    rows, columns = x.shape[0], weight.shape[0] // (2 if gated else 1)
-    steps = -(-weight.shape[1] * weight.element_size() // (BOX_BYTES * variant.boxes))
-    each = -(-steps // split.pieces)
-    pieces, tiles = -(-steps // each), weight.shape[0] // (64 * variant.groups)
-    y = torch.empty(
-        (rows, columns) if gated else (pieces, rows, columns), dtype=dtype or torch.float32, device=x.device
-    )
-    w_map = kept_map(TensorMap.of_gate_and_up if gated else TensorMap.of_rows, weight, 64 * variant.groups)
+def takes_blocks(rows: int, weight: Fp8Weight) -> bool:
+    """Whether `fp8_block_linear_parts` computes the product of `rows` rows with `weight`."""
+    values = weight.values
+    if not values.is_cuda or not 0 < rows <= MAX_ROWS or not values.is_contiguous():
+        return False
+    return _variant(values, rows, False, True) is not None
+
+
+def _launch(
+    choice: tuple[Variant, Split], x: Tensor, weight: Tensor, y: Tensor, half: bool, scales: Sequence[Tensor | None]
+) -> None:
+    """`y`: [P, M, N] with room for the sums of each piece, or [M, N]. `scales`: of the weight, of x's rows, of the
+    weight's rows, of blocks."""
+    variant = choice[0]
+    steps, each, pieces = _pieces(weight, choice)
+    tiles = weight.shape[0] // (64 * variant.groups)
+    w_map = kept_map(TensorMap.of_gate_and_up if variant.gated else TensorMap.of_rows, weight, 64 * variant.groups)
     x_map = kept_map(TensorMap.of_rows, x, variant.tokens)
-    sizes = rows, columns, tiles, tiles * pieces, steps, each, int(dtype == torch.float16)
+    sizes = x.shape[0], y.shape[-1], tiles, tiles * pieces, steps, each, int(half)
     from .decode_attention_triton import sm_count
     from .launch_triton import early_launch
 
     blocks, kernel = min(tiles * pieces, sm_count(x.device)), _kernels[x.device, variant]
     kernel.launch(blocks, variant.threads, [w_map, x_map, y, *sizes, *scales], early=bool(early_launch()))
+
+
+def _pieces(weight: Tensor, choice: tuple[Variant, Split]) -> tuple[int, int, int]:
+    """(steps of the inner dimension, steps of a piece, pieces)."""
+    variant, split = choice
+    steps = -(-weight.shape[1] * weight.element_size() // (BOX_BYTES * variant.boxes))
+    each = -(-steps // split.pieces)
+    return steps, each, -(-steps // each)
+
+
+def _parts(x: Tensor, weight: Tensor, *scales: Tensor | None, blocks: bool = False) -> Tensor | None:
+    """The sums in pieces."""
+    choice = _choice(x, weight, False, blocks)
+    if choice is None:
+        return None
+    pieces = _pieces(weight, choice)[2]
+    y = torch.empty((pieces, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    _launch(choice, x, weight, y, False, scales)
+    return y
+
+
+def _gated(x: Tensor, weight: Tensor, dtype: torch.dtype, *scales: Tensor | None) -> Tensor | None:
+    """The gated product in `dtype`."""
+    choice = _choice(x, weight, True, False)
+    if choice is None or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    y = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=dtype, device=x.device)
+    _launch(choice, x, weight, y, dtype == torch.float16, scales)
     return y
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor | None:
     """`x` [M, K] times `weight` [N, K] transposed, as [P, M, N] float32 that add up to the product. None, here and
     below, where this is not computed here: no kernel was loaded, too many rows, an odd shape."""
-    return _product(x, weight, None, None, None, None)
+    return _parts(x, weight, None, None, None, None)
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor | None:
     """silu(x Wg^T) * (x Wu^T) for `x` [M, K] and `weight` [2F, K] = gate | up; returns [M, F] in x's dtype."""
-    return _product(x, weight, x.dtype, None, None, None)
+    return _gated(x, weight, x.dtype, None, None, None, None)
 
 
 def fp8_linear_parts(x: ScaledRows, weight: Fp8Weight) -> ScaledRows | None:
     """`fp8.fp8_linear` in parts that add up to it, [P, M, N] float32."""
-    out = _product(x.values, weight.values, None, weight.scale, None, None)
+    out = _parts(x.values, weight.values, weight.scale, None, None, None)
     return None if out is None else ScaledRows(out, x.scales, weight.columns)
+
+
+def fp8_block_linear_parts(x: BlockScaledRows, weight: Fp8Weight) -> ScaledRows | None:
+    """`fp8.fp8_block_linear` in parts that add up to it, [P, M, N] float32."""
+    if x.scales.stride() != (1, -(-x.scales.shape[0] // ROWS_APART) * ROWS_APART):
+        return None
+    out = _parts(x.values, weight.values, weight.scale, None, None, x.scales, blocks=True)
+    if out is None:
+        return None
+    rows = unscaled(out)
+    return ScaledRows(rows.values, rows.scales, weight.columns)
 
 
 def fp8_gated_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor | None:
     """`gated_linear` of rows in FP8, scaled; returns [M, F] in `dtype`, bfloat16 or float16."""
-    return _product(x.values, weight.values, dtype, weight.scale, x.scales, weight.columns)
+    return _gated(x.values, weight.values, dtype, weight.scale, x.scales, weight.columns, None)
+
+
+def fp8_gated_blocks(x: ScaledRows, weight: Fp8Weight) -> BlockScaledRows | None:
+    """`gated_linear` of rows in FP8, scaled; its rows quantized by blocks, [M, F]."""
+    choice = _choice(x.values, weight.values, True, True)
+    if choice is None:
+        return None
+    y = BlockScaledRows.empty(x.values.shape[0], weight.values.shape[0] // 2, x.values.device)
+    scales = weight.scale, x.scales, weight.columns, y.scales
+    _launch(choice, x.values, weight.values, y.values, False, scales)
+    return y

@@ -51,6 +51,12 @@ def head_offsets(first_token, tile_rows, head, token_stride, GROUP: tl.constexpr
 
 
 @triton.jit
+def scale_pointers(base, first_token, tile_rows, head, stride, GROUP: tl.constexpr):
+    """Where the scales of the heads go that `head_offsets` finds: tokens side by side, heads `stride` apart."""
+    return base + (head * GROUP + tile_rows % GROUP) * stride + first_token + tile_rows // GROUP
+
+
+@triton.jit
 def hide(scores, positions, visible, end, MAX_Q: tl.constexpr):
     """Scores without those of tokens behind `end`, or behind the last position that a tile row sees."""
     if MAX_Q == 1:
@@ -77,6 +83,19 @@ def store_stats(stats_ptr, piece, tile_rows, top, total, ROWS: tl.constexpr):
     stats = stats_ptr + piece * (2 * ROWS) + tile_rows
     tl.store(stats, top, mask=tile_rows < ROWS)
     tl.store(stats + ROWS, total, mask=tile_rows < ROWS)
+
+
+@triton.jit
+def to_448(largest):
+    """(the scale, what to multiply by) with which numbers of at most `largest` become E4M3."""
+    scale = tl.maximum(largest / 448.0, 1e-12)
+    return scale, 1.0 / scale
+
+
+@triton.jit
+def e4m3(values):
+    """`values`, float32, in E4M3; of those that are too large the largest."""
+    return tl.minimum(tl.maximum(values, -448.0), 448.0).to(tl.float8e4nv)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ INTS = ("pieces_ptr", "table_ptr", "query_start_ptr", "seq_lens_ptr", "merges_pt
 TYPES = {
     **dict.fromkeys(INTS, "*i32"),
     **dict.fromkeys(("q_ptr", "kv_ptr", "out_ptr"), "*bf16"),
-    **dict.fromkeys(("partial_ptr", "stats_ptr", "kv_scales_ptr"), "*fp32"),
+    **dict.fromkeys(("partial_ptr", "stats_ptr", "kv_scales_ptr", "out_scales_ptr"), "*fp32"),
     "scale_log2": "fp32",
 }
 
@@ -44,13 +44,15 @@ heads = {"GROUP": 4, "D": 128}
 tile = {**heads, "KV_HEADS": 8, "BS": 16, "BLOCK_M": 16}
 for max_q in (1, 8):
     case = {**tile, "MAX_Q": max_q, "BLOCK_M": max(16, 4 * max_q)}
-    full = {**case, "D_BLOCK": 128, "BLOCK_N": 64, "PRECISION": "tf32"}
-    compiled(decode_attention_triton._decode_kernel, full, num_warps=4, num_stages=3)
-    half = {**case, "WORDS": 64, "BLOCK_N": 128}
-    compiled(decode_fp8_triton.decode_fp8_kernel, half, {"kv_ptr": "*i16"}, num_warps=4, num_stages=2)
-    for pieces, warps in ((split_kv.MAX_PIECES, 4), (8, 1)):
-        merge = {**heads, "HEADS": 32, "MAX_Q": max_q, "D_BLOCK": 128, "PIECES": pieces}
-        compiled(decode_attention_triton._merge_kernel, merge, num_warps=warps)
+    for quantize, out in ((False, "*bf16"), (True, "*fp8e4nv")):
+        full = {**case, "D_BLOCK": 128, "BLOCK_N": 64, "PRECISION": "tf32", "QUANTIZE": quantize}
+        compiled(decode_attention_triton._decode_kernel, full, {"out_ptr": out}, num_warps=4, num_stages=3)
+        half = {**case, "WORDS": 64, "BLOCK_N": 128, "QUANTIZE": quantize}
+        types = {"kv_ptr": "*i16", "out_ptr": out}
+        compiled(decode_fp8_triton.decode_fp8_kernel, half, types, num_warps=4, num_stages=2)
+        for pieces, warps in ((split_kv.MAX_PIECES, 4), (8, 1)):
+            merge = {**heads, "HEADS": 32, "MAX_Q": max_q, "D_BLOCK": 128, "PIECES": pieces, "QUANTIZE": quantize}
+            compiled(decode_attention_triton._merge_kernel, merge, {"out_ptr": out}, num_warps=warps)
 for rows, given in ((16, False), (256, False), (1024, False), (64, True)):
     plan = {"GIVEN": given, "TILE": 64, "ROWS": rows, "EACH": 16}
     compiled(decode_plan_triton._plan_kernel, plan, num_warps=4 if rows <= 64 else 8)

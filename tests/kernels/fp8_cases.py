@@ -5,6 +5,7 @@ Run as `triton_cases.py` is, by `test_triton_kernels.py` in a process of its own
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,86 @@ def test_pieces_and_verification(piece, query_len):
         common = (case.q, case.kv, case.meta, case.scale, out, 3, query_len, piece, tiles)
         decode_attention(*common, kv_scales=case.kv_scales)
         close(out, expected)
+
+
+def blocks_close(got, expected):
+    """Rows quantized by blocks agree but for single steps of rounding: scales are those of the same largest elements,
+    and a step of E4M3 is up to a sixteenth of a number (an eighth where the interpreter truncates)."""
+    assert got.values.dtype == fp8.FP8 and got.scales.stride(0) == 1
+    torch.testing.assert_close(got.scales, expected.scales, rtol=4e-3, atol=1e-12)
+    a, b = got.restore(torch.float32), expected.restore(torch.float32)
+    assert not a.isnan().any()
+    assert float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) < (0.07 if DEVICE == "cuda" else 0.15)
+    assert float((a - b).norm() / b.norm().clamp(min=1e-9)) < (5e-3 if DEVICE == "cuda" else 0.1)
+
+
+@pytest.mark.parametrize("kind", [Case, Fp8Case])
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "piece"),
+    [
+        ([1], [1], None),
+        ([1, 1, 1], [5, 300, 128], 128),
+        ([1] * 9, [700, *range(1, 9)], 128),
+        ([8, 1, 3], [400, 9, 70], 128),
+    ],
+)
+def test_attention_gives_rows_quantized_by_blocks(kind, query_lens, seq_lens, piece):
+    """With and without pieces that are merged; all memory is poisoned."""
+    case = kind(query_lens, seq_lens, dtype=torch.float16, heads=4, kv_heads=2, dim=fp8.BLOCK)
+    kv_scales = getattr(case, "kv_scales", None)
+    expected = attention.paged_attention_blocks(case.q, case.kv, case.meta, case.scale, kv_scales)
+    assert attention_triton.gives_blocks(case.meta, fp8.BLOCK)
+    if piece is None:
+        got = attention_triton.paged_attention_blocks(case.q, case.kv, case.meta, case.scale, kv_scales)
+        return blocks_close(got, expected)
+    got = fp8.BlockScaledRows.empty(sum(query_lens), 4 * fp8.BLOCK, DEVICE)
+    got.values.copy_(torch.full(got.values.shape, float("nan")))
+    got.scales.fill_(float("nan"))
+    work = case.meta.workspace = DecodeWorkspace.allocate(64, 4, fp8.BLOCK, max(query_lens), DEVICE)
+    work.partial.fill_(float("nan")), work.stats.fill_(float("nan"))
+    common = (case.q, case.kv, case.meta, case.scale, got.values.view(case.q.shape), len(query_lens), max(query_lens))
+    decode_attention(*common, piece, kv_scales=kv_scales, out_scales=got.scales)
+    return blocks_close(got, expected)
+
+
+@pytest.mark.parametrize("kind", [Case, Fp8Case])
+def test_padded_rows_quantized_by_blocks_are_zero(kind):
+    case = kind([1, 1], [70, 1], dtype=torch.float16, dim=fp8.BLOCK)
+    case.meta.seq_lens[1:] = 0
+    case.meta.block_tables[1:] = 2**30  # never read
+    case.meta.seq_lens_list = None
+    kv_scales = getattr(case, "kv_scales", None)
+    got = attention_triton.paged_attention_blocks(case.q, case.kv, case.meta, case.scale, kv_scales)
+    assert got.values[1].float().abs().sum() == 0 and bool((got.scales[1] == fp8.TINY).all())
+
+
+def test_which_steps_are_quantized_by_blocks():
+    case = Case([1, 8], [70, 9])
+    assert attention_triton.gives_blocks(case.meta, 128)
+    assert not attention_triton.gives_blocks(case.meta, 64)  # a block would be two heads
+    alone = replace(case.meta, each_alone=True)
+    mixed = replace(case.meta, device_rows=DeviceRows(case.meta.seq_lens, case.meta.seq_lens[:1], 1))
+    prompt = replace(case.meta, max_query_len=9)
+    assert not any(attention_triton.gives_blocks(meta, 128) for meta in (alone, mixed, prompt))
+
+
+def test_blocks_of_128_columns():
+    """The reference: finer scales are nearer, zeros stay zeros, and the product is that of the restored rows."""
+    torch.manual_seed(5)
+    x = torch.randn(5, 384, device=DEVICE) * torch.logspace(-8, 0, 384, device=DEVICE)
+    x[3] = 0
+    by_blocks, by_rows = fp8.quantize_blocks(x), fp8.quantize_rows(x)
+    assert by_blocks.scales.shape == (5, 3) and by_blocks.scales.stride() == (1, 8)
+    assert by_blocks.restore(torch.float32)[3].abs().sum() == 0
+    near = [(rows.restore(torch.float32) - x)[:, :128].norm() / x[:, :128].norm() for rows in (by_blocks, by_rows)]
+    assert float(near[0]) < 0.04 < 0.5 < float(near[1])
+    weight = fp8.Fp8Weight.quantize(torch.randn(40, 384, device=DEVICE), per_channel=True)
+    got = fp8.fp8_block_linear(by_blocks, weight, torch.float32).restore(torch.float32)
+    torch.testing.assert_close(got, by_blocks.restore(torch.float32) @ weight.restore().T, rtol=1e-4, atol=1e-5)
+    wide = ScaledRows(torch.randn(5, 512, device=DEVICE), torch.rand(5, device=DEVICE) + 0.5)
+    exact = torch.nn.functional.silu(wide.restore(torch.float32)[:, :256]) * wide.restore(torch.float32)[:, 256:]
+    gated = fp8.silu_and_mul_blocks(wide).restore(torch.float32)
+    assert float((gated - exact).norm() / exact.norm()) < 0.04
 
 
 def test_padded_rows_are_zero():

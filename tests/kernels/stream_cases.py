@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern_kernels import Fp8Weight, dispatch, hopper_stream, large_products, quantize_rows
+from kvern_kernels import Fp8Weight, dispatch, fp8, hopper_stream, large_products, quantize_rows
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU; torch finds none here")
@@ -67,6 +67,94 @@ def test_fp8(rows: int, columns: int, inner: int, per_channel: bool) -> None:
     assert _error(got.restore(torch.float32), wanted) < 6e-3
     # A row of a few columns may have its error in its largest ones.
     assert _error(hopper_stream.fp8_gated_linear(x8, weight8, torch.bfloat16), _gated(wanted)) < 1e-2
+
+
+BY_BLOCKS = [(128, 512), (960, 1024), (3072, 2048), (6144, 4096), (4096, 4096), (4096, 14336), (17408, 1024)]
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(("columns", "inner"), BY_BLOCKS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_quantized_by_blocks(rows: int, columns: int, inner: int, per_channel: bool) -> None:
+    """Blocks of a row of very different size, so that a scale of another block or row shows; padded scales are NaN."""
+    x, weight = _operands(rows, columns, inner, torch.bfloat16)
+    x *= 10 ** torch.empty(rows, inner // fp8.BLOCK, device="cuda").uniform_(-3, 1).repeat_interleave(fp8.BLOCK, 1)
+    weight8 = Fp8Weight.quantize(weight, per_channel)
+    quantized = fp8.quantize_blocks(x)
+    padded = -(-rows // 8) * 8
+    scales = torch.full((inner // fp8.BLOCK, padded), float("nan"), device="cuda")
+    scales[:, :rows] = quantized.scales.t()
+    x8 = fp8.BlockScaledRows(quantized.values, scales.t()[:rows])
+    assert hopper_stream.takes_blocks(rows, weight8)
+    got = hopper_stream.fp8_block_linear_parts(x8, weight8)
+    assert got is not None
+    got.values = got.values.sum(0)
+    # Nearer than rows with one scale: sums of 128 columns alone stay within the tensor core.
+    assert _error(got.restore(torch.float32), x8.restore(torch.float32) @ weight8.restore().t()) < 3e-3
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(("columns", "inner"), [(28672, 4096), (17408, 1024), (67584, 528)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_gated_rows_quantized_by_blocks(rows: int, columns: int, inner: int, per_channel: bool) -> None:
+    x, weight = _operands(rows, columns, inner, torch.bfloat16)
+    if rows > 1:
+        x[0] = 0
+    x8, weight8 = quantize_rows(x), Fp8Weight.quantize(weight, per_channel)
+    exact = _gated(x8.values.float() @ weight8.restore().t() * x8.scales[:, None])
+    wanted = fp8.quantize_blocks(exact)
+    got = hopper_stream.fp8_gated_blocks(x8, weight8)
+    assert got is not None
+    assert (got.scales.shape, got.scales.stride()) == (wanted.scales.shape, wanted.scales.stride())
+    torch.testing.assert_close(got.scales, wanted.scales, rtol=2e-2, atol=2e-12)
+    found = got.restore(torch.float32)
+    assert _error(found, exact) < 3.5e-2  # a step of E4M3 is up to an eighth
+    assert _error(found, wanted.restore(torch.float32)) < 3e-2  # of few numbers another step
+    if rows > 1:
+        assert found[0].abs().sum() == 0
+
+
+def test_what_does_not_go_by_blocks() -> None:
+    x, weight = _operands(65, 512, 576, torch.bfloat16)
+    odd, even = Fp8Weight.quantize(weight), Fp8Weight.quantize(weight[:, :512].contiguous())
+    assert not hopper_stream.takes_blocks(8, odd)  # a step that blocks do not fill
+    assert not hopper_stream.takes_blocks(65, even) and not hopper_stream.takes_blocks(0, even)
+    assert hopper_stream.takes_blocks(64, even)
+    assert hopper_stream.fp8_gated_blocks(quantize_rows(x[:8, :512].contiguous()), even) is None  # too few columns
+    rows = fp8.quantize_blocks(x[:9, :512])
+    wide = fp8.BlockScaledRows(rows.values, rows.scales.contiguous())
+    assert hopper_stream.fp8_block_linear_parts(wide, even) is None  # scales row by row
+    assert hopper_stream.fp8_block_linear_parts(rows, even) is not None
+
+
+@pytest.mark.parametrize("rows", [1, 32, 64])
+def test_the_same_bits_by_blocks_in_a_graph(rows: int) -> None:
+    """As `test_the_same_bits_every_time_and_in_a_graph`, with products directly behind products."""
+    shapes = (4096, 4096), (28672, 4096), (4096, 14336)
+    layers = [[Fp8Weight.quantize(_operands(1, *shape, torch.bfloat16)[1]) for shape in shapes] for _ in range(4)]
+    ones = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
+    x0 = torch.randn(rows, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def chain(by_blocks: bool) -> Tensor:
+        residual = x0.clone()
+        x = dispatch.rms_norm_fp8(residual, ones, 1e-5)
+        for o, gate_up, down in layers:
+            x, residual = dispatch.add_rms_norm_fp8(dispatch.fp8_linear_parts(x, o, x0.dtype), residual, ones, 1e-5)
+            inner = dispatch.fp8_gated_linear(x, gate_up, x0.dtype, by_blocks)
+            assert isinstance(inner, fp8.BlockScaledRows) == by_blocks
+            out = dispatch.fp8_linear_parts(inner, down, x0.dtype)
+            x, residual = dispatch.add_rms_norm_fp8(out, residual, ones, 1e-5)
+        return residual
+
+    first = chain(True)
+    assert _error(first, chain(False).float()) < 1e-1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(True)
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, first)
 
 
 def test_rows_that_are_apart() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvern_kernels import hopper_stream, nvrtc
-from kvern_kernels.hopper_stream import GROUPS, KINDS, MAX_ROWS, Split, Variant, choose_split
+from kvern_kernels.fp8 import BlockScaledRows, Fp8Weight, ScaledRows
+from kvern_kernels.hopper_stream import GROUPS, KINDS, MAX_ROWS, Split, Variant, choose_split, goes_by_blocks
 
 SMS = 132  # of an H200
 
@@ -24,6 +25,31 @@ def test_llama_3_8b() -> None:
     assert choose_split(14336, 8192, True, SMS) == Split(2, 1)  # half of it, on each of two cards
     assert choose_split(10240, 16384, False, SMS) == Split(2, 1)  # 70B: 80 blocks, no need for pieces
     assert choose_split(576, 3072, False, SMS) == Split(1, 3)  # 9 tiles of 6 steps
+
+
+def test_what_goes_by_blocks() -> None:
+    """Of models with heads of 128: o, gate_up and down of Llama 3 8B; not where a block of threads has fewer columns
+    than a scale, nor where the last step would be filled in part."""
+    assert goes_by_blocks(4096, 4096, False, SMS) and goes_by_blocks(4096, 14336, False, SMS)
+    assert goes_by_blocks(28672, 4096, True, SMS) and not goes_by_blocks(14336, 4096, True, SMS)
+    assert goes_by_blocks(8192, 28672, False, SMS) and goes_by_blocks(57344, 8192, True, SMS)  # 70B
+    assert not goes_by_blocks(3072, 3072 + 128, False, SMS) and goes_by_blocks(3072, 3072 + 512, False, SMS)
+    assert not goes_by_blocks(100, 4096, False, SMS)
+
+
+@given(st.integers(1, 900), st.integers(1, 300), st.booleans())
+def test_blocks_fill_the_steps_of_what_goes_by_blocks(tiles: int, sixteenths: int, gated: bool) -> None:
+    columns, inner = 64 * tiles, 16 * sixteenths
+    if not goes_by_blocks(columns, inner, gated, SMS):
+        return
+    split = choose_split(columns, inner, gated, SMS)
+    assert split is not None
+    variant = Variant(torch.float8_e4m3fn, gated, split.groups, 8, blocks=True)
+    assert variant in hopper_stream.variants(torch.float8_e4m3fn)
+    if gated:
+        assert columns // 2 % 128 == 0
+    else:
+        assert inner % (128 * variant.boxes) == 0 and variant.boxes % 2 == 0
 
 
 @given(st.integers(1, 3000), st.integers(1, 60_000), st.booleans(), st.integers(1, 200))
@@ -70,8 +96,10 @@ def test_the_text_is_complete(tokens: int) -> None:
 
 
 def test_options_name_every_number_of_the_text() -> None:
-    flags = hopper_stream.options(Variant(torch.float8_e4m3fn, True, 4, 32))
-    assert flags[2:] == ["-DKIND=1", "-DGATED=1", "-DGROUPS=4", "-DBOXES=1", "-DTOKENS=32", "-DSTAGES=5", "-DPACE=2"]
+    common = ["-DGROUPS=4", "-DBOXES=1", "-DTOKENS=32", "-DSTAGES=5", "-DPACE=2"]
+    for blocks in (False, True):
+        flags = hopper_stream.options(Variant(torch.float8_e4m3fn, True, 4, 32, blocks))
+        assert flags[2:] == ["-DKIND=1", "-DGATED=1", f"-DBLOCKS={int(blocks)}", *common]
 
 
 def test_nothing_is_computed_where_nothing_was_loaded(tmp_path: Path) -> None:
@@ -80,6 +108,11 @@ def test_nothing_is_computed_where_nothing_was_loaded(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert hopper_stream.linear_parts(x, weight) is None
     assert hopper_stream.gated_linear(x, weight) is None
+    weight8 = Fp8Weight.quantize(torch.zeros(128, 512))
+    rows, blocks = ScaledRows(weight8.values[:4], torch.ones(4)), BlockScaledRows.empty(4, 512, x.device)
+    assert not hopper_stream.takes_blocks(4, weight8)
+    assert hopper_stream.fp8_block_linear_parts(blocks, weight8) is None
+    assert hopper_stream.fp8_gated_blocks(rows, weight8) is None
 
 
 def test_a_compiler_that_fails_leaves_the_products_to_others(

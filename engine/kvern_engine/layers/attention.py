@@ -5,7 +5,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvern_kernels import AttentionMetadata, paged_attention, rope_and_cache
+from kvern_kernels import (
+    AttentionMetadata,
+    BlockScaledRows,
+    ScaledRows,
+    attention_gives_blocks,
+    paged_attention,
+    paged_attention_blocks,
+    quantize_rows,
+    rope_and_cache,
+)
 
 
 @dataclass
@@ -70,15 +79,46 @@ class Attention:
         kv: Tensor,
         meta: AttentionMetadata,
         wanted: Wanted | None = None,
-        scales: Tensor | None = None,
-        columns: Tensor | None = None,
     ) -> Tensor:
         """`qkv` [T, (Hq + 2 Hkv) * D], maybe in parts to add up [P, T, ...] float32, `positions` [T] int64, `cos_sin`
         [max_positions, D] float32, `kv` [2, Hkv, N, bs, D] (K and V of this step are written to it) -> [T, Hq * D], or
-        [S, Hq * D] where S tokens are wanted. `scales` [T] and `columns` [(Hq + 2 Hkv) * D] float32: what `qkv` is
-        still to be multiplied by."""
+        [S, Hq * D] where S tokens are wanted."""
+        q = self._queries(qkv, positions, cos_sin, kv, meta)
+        return self._attend(q, kv, meta, wanted)
+
+    def fp8(
+        self,
+        qkv: ScaledRows,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        wanted: Wanted | None,
+        by_blocks: bool,
+    ) -> ScaledRows | BlockScaledRows:
+        """As a call with a product in FP8, `qkv`; the result in FP8 too, quantized by blocks where `by_blocks` and the
+        kernels do that, or by rows."""
+        q = self._queries(qkv.values, positions, cos_sin, kv, meta, qkv.scales, qkv.columns)
+        step = meta if wanted is None else wanted.meta
+        if by_blocks and attention_gives_blocks(q, step, self.window, self.softcap):
+            q = q if wanted is None else q.index_select(0, wanted.index)
+            return paged_attention_blocks(q, kv, step, self.scale, self.kv_scales)
+        return quantize_rows(self._attend(q, kv, meta, wanted))
+
+    def _queries(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        meta: AttentionMetadata,
+        scales: Tensor | None = None,
+        columns: Tensor | None = None,
+    ) -> Tensor:
+        """The rotated queries [T, Hq, D]; K and V are written. `scales` [T] and `columns` [(Hq + 2 Hkv) * D] float32:
+        what `qkv` is still to be multiplied by."""
         q, k, v = torch.split(qkv.view(*qkv.shape[:-1], -1, self.head_dim), self._split, dim=-2)
-        q = rope_and_cache(
+        return rope_and_cache(
             q,
             k,
             v,
@@ -95,6 +135,9 @@ class Attention:
             kv_scales=self.kv_scales,
             dtype=self._dtype,
         )
+
+    def _attend(self, q: Tensor, kv: Tensor, meta: AttentionMetadata, wanted: Wanted | None) -> Tensor:
+        """[T, Hq * D], or [S, Hq * D] of the tokens that are wanted."""
         if wanted is not None:
             q, meta = q.index_select(0, wanted.index), wanted.meta
         out = paged_attention(q, kv, meta, self.scale, self.kv_scales, self.window, self.softcap)

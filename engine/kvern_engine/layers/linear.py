@@ -11,6 +11,7 @@ from torch import Tensor
 from kvern_engine.parallel.groups import TensorGroup
 from kvern_kernels import (
     INT8_ROWS,
+    BlockScaledRows,
     Fp8Weight,
     Int8Weight,
     ScaledRows,
@@ -26,6 +27,7 @@ from kvern_kernels import (
     restore_rows,
     silu_and_mul,
     silu_and_mul_fp8,
+    takes_blocks,
     unscaled,
 )
 
@@ -154,25 +156,34 @@ class Linear:
         out = fp8_linear(x, self._fp8, self._dtype)
         return out if self.bias is None else self._with_bias(out)
 
-    def scaled_parts(self, x: ScaledRows) -> ScaledRows:
-        """As `scaled`, for an operation that adds up parts."""
-        if self.bias is not None:
-            return self.scaled(x)
-        assert self._fp8 is not None
-        return fp8_linear_parts(x, self._fp8, self._dtype)
+    def takes_blocks(self, rows: int, group: TensorGroup) -> bool:
+        """`rows` rows for `scaled_sum` over `group` are better quantized by blocks than as a whole. Never for sums over
+        ranks, nor where numbers must not depend on how many rows a step has."""
+        if group.size > 1 or self.bias is not None or self._pieces or self._fp8 is None:
+            return False
+        return takes_blocks(rows, self._fp8)
 
-    def scaled_sum(self, x: ScaledRows, group: TensorGroup) -> ScaledRows:
+    def scaled_parts(self, x: ScaledRows | BlockScaledRows) -> ScaledRows:
+        """As `scaled`, for an operation that adds up parts; of rows quantized by blocks where it `takes_blocks`."""
+        assert self._fp8 is not None
+        if self.bias is None:
+            return fp8_linear_parts(x, self._fp8, self._dtype)
+        assert isinstance(x, ScaledRows), "no blocks behind which a bias is added"
+        return self.scaled(x)
+
+    def scaled_sum(self, x: ScaledRows | BlockScaledRows, group: TensorGroup) -> ScaledRows:
         """As `scaled_parts` of a layer of whose inputs each rank of `group` has some: the sum over the ranks."""
         if group.size == 1:
             return self.scaled_parts(x)
+        assert isinstance(x, ScaledRows), "no blocks for a sum over ranks"
         return unscaled(group.all_reduce(restore_rows(self.scaled(x), self._dtype)))
 
-    def gated_fp8(self, x: ScaledRows) -> ScaledRows:
-        """As `gated` after `quantize_fp8`, quantized by rows."""
+    def gated_fp8(self, x: ScaledRows, by_blocks: bool = False) -> ScaledRows | BlockScaledRows:
+        """As `gated` after `quantize_fp8`, quantized by rows; by blocks where `by_blocks` and the product does that."""
         if self.bias is not None:
             return silu_and_mul_fp8(self.scaled(x))
         assert self._fp8 is not None
-        return fp8_gated_linear(x, self._fp8, self._dtype)
+        return fp8_gated_linear(x, self._fp8, self._dtype, by_blocks)
 
     def _with_bias(self, out: ScaledRows) -> ScaledRows:
         assert self.bias is not None

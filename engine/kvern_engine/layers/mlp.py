@@ -74,7 +74,8 @@ class GatedMLP:
 
     def fp8(self, x: ScaledRows) -> ScaledRows:
         assert self._is_silu, "only SwiGLU has a kernel in FP8"
-        return self.down_proj.scaled_sum(self.gate_up_proj.gated_fp8(x), self._group)
+        by_blocks = self.down_proj.takes_blocks(x.values.shape[0], self._group)
+        return self.down_proj.scaled_sum(self.gate_up_proj.gated_fp8(x, by_blocks), self._group)
 
     def linears(self) -> list[Linear]:
         return [self.gate_up_proj, self.down_proj]

@@ -9,7 +9,7 @@ from kvern_engine.layers.linear import Linear
 from kvern_engine.layers.norm import RMSNorm
 from kvern_engine.layers.parameters import Destinations, split_by_inputs, split_by_outputs, whole
 from kvern_engine.parallel.groups import OwnShare
-from kvern_kernels import AttentionMetadata, ScaledRows, quantize_rows
+from kvern_kernels import AttentionMetadata, ScaledRows
 
 
 class SelfAttention:
@@ -94,8 +94,10 @@ class SelfAttention:
         wanted: Wanted | None = None,
     ) -> ScaledRows:
         qkv = self.qkv_proj.scaled_parts(x)
-        out = self.attention(qkv.values, positions, cos_sin, kv, meta, wanted, qkv.scales, qkv.columns)
-        return self.o_proj.scaled_sum(quantize_rows(out), self._group)
+        rows = x.values.shape[0] if wanted is None else wanted.index.shape[0]
+        by_blocks = self.o_proj.takes_blocks(rows, self._group)
+        heads = self.attention.fp8(qkv, positions, cos_sin, kv, meta, wanted, by_blocks)
+        return self.o_proj.scaled_sum(heads, self._group)
 
     @property
     def capturable(self) -> bool:
