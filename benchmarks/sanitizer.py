@@ -48,6 +48,8 @@ CHOSEN = {
         "test_rows_that_only_the_device_knows[2]",
         "test_rope_writes_fp8[9-3-64-True]",
         "test_columns_are_applied_by_what_reads_a_product",
+        "test_attention_gives_rows_quantized_by_blocks[query_lens2-seq_lens2-128-Case]",
+        "test_attention_gives_rows_quantized_by_blocks[query_lens3-seq_lens3-128-Fp8Case]",
         "test_int8_linear[5-1104-70]",
         "test_int8_linear[33-128-128]",
     ],
@@ -60,6 +62,8 @@ CHOSEN = {
         "test_16_bits[5-64-48-dtype0]",
         "test_16_bits[13-960-576-dtype1]",
         "test_fp8[33-960-576-True]",
+        "test_rows_quantized_by_blocks[33-960-1024-True]",
+        "test_gated_rows_quantized_by_blocks[13-17408-1024-True]",
         "test_rows_that_are_apart",
     ],
     "attention_cases.py": [

@@ -3,7 +3,9 @@ kernel by kernel where asked. What a change of one kernel or of the seams betwee
 
     PYTHONPATH=kernels:engine python benchmarks/kernels/layer_chain.py --out OUT/chain.jsonl --cases 32x216 1x216
 
-Variants: KVERN_EARLY_LAUNCH=0 in the environment, `--products triton` or `vendor` instead of `hopper_stream`'s.
+Variants: KVERN_EARLY_LAUNCH=0 in the environment, `--products triton` or `vendor` instead of `hopper_stream`'s,
+`--scales rows` instead of those of 128 columns in FP8; with `--scales rows blocks` each case one way after the other on
+the same weights, and how far apart the results are (`differs`, relative).
 """
 
 import argparse
@@ -74,7 +76,8 @@ def kernel_times(call):
     return sorted(rows, key=lambda row: -row[2])[:14]
 
 
-def measure(model, case, take_apart):
+def measure(model, case, take_apart, ways):
+    """A line for each of `ways`, name -> what makes a step go that way."""
     rows, context = case.split("x")
     contexts = chats(int(rows)) if context == "chats" else [int(context)] * int(rows)
     ids, positions, caches, meta = inputs(contexts)
@@ -83,8 +86,26 @@ def measure(model, case, take_apart):
         meta.plan_cache.clear()
         return model.forward(ids, positions, caches, meta)
 
-    found = {"rows": len(contexts), "context": context, "us_a_layer": round(time_calls([step]) / LAYERS, 2)}
-    return found | ({"kernels": kernel_times(step)} if take_apart else {})
+    first = None
+    for name, choose in ways.items():
+        choose()
+        out = step().float()
+        first = out if first is None else first
+        found = {"scales": name, "rows": len(contexts), "context": context}
+        found |= {"us_a_layer": round(time_calls([step]) / LAYERS, 2)}
+        found |= {"differs": round(float((out - first).norm() / first.norm()), 5)} if out is not first else {}
+        yield found | ({"kernels": kernel_times(step)} if take_apart else {})
+
+
+def ways_of(scales, precision):
+    """How rows are quantized behind attention and SwiGLU."""
+    kept, never = hopper_stream.takes_blocks, lambda rows, weight: False
+
+    def choose(function):
+        hopper_stream.takes_blocks = function
+
+    ways = {"blocks": lambda: choose(kept), "rows": lambda: choose(never)}
+    return {name: ways[name] for name in scales} if precision == "fp8" else {"none": lambda: None}
 
 
 def main():
@@ -93,6 +114,7 @@ def main():
     ap.add_argument("--cases", nargs="+", default=["1x216", "32x216", "32x4088", "128x384", "40xchats"])
     ap.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
     ap.add_argument("--products", choices=["stream", "triton", "vendor"], default="stream")
+    ap.add_argument("--scales", nargs="+", choices=["blocks", "rows"], default=["blocks"], help="FP8; one or both")
     ap.add_argument("--kernels", action="store_true")
     a = ap.parse_args()
     if a.products == "vendor":
@@ -104,11 +126,13 @@ def main():
             if a.products == "stream":
                 stored = torch.float8_e4m3fn if precision == "fp8" else torch.bfloat16
                 hopper_stream.prepare(torch.device("cuda", 0), stored, large_products.folder())
+            ways = ways_of(a.scales, precision)
             for case in a.cases:
-                line = {"precision": precision, **variant, **measure(model, case, a.kernels)}
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                print(json.dumps(line), flush=True)
+                for found in measure(model, case, a.kernels, ways):
+                    line = {"precision": precision, **variant, **found}
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+                    print(json.dumps(line), flush=True)
                 torch.cuda.empty_cache()
             del model
             torch.cuda.empty_cache()

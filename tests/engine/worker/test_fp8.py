@@ -6,10 +6,13 @@ from worker_harness import GREEDY, plan
 
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import AddedRow
+from kvern_engine.layers import attention as attention_layer
+from kvern_engine.layers import linear as linear_layer
 from kvern_engine.layers.linear import Linear
+from kvern_engine.parallel.groups import TensorGroup
 from kvern_engine.worker import limits
 from kvern_engine.worker.worker import Worker
-from kvern_kernels import INT8_ROWS, Fp8Weight, fp8
+from kvern_kernels import INT8_ROWS, BlockScaledRows, Fp8Weight, ScaledRows, attention, dispatch, fp8
 
 
 def make(spec: str, **config: object) -> Worker:
@@ -117,6 +120,82 @@ def test_a_bias_is_added_to_the_scaled_product() -> None:
     assert layer.quantize_fp8() == 3 * 64 * 32
     got = layer.scaled(fp8.quantize_rows(x)).restore(torch.float32)
     assert float((got - expected).norm() / expected.norm()) < 0.06
+
+
+@pytest.fixture
+def blocks_asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """A machine whose kernels take and give rows quantized by blocks, as the references do: (who, rows) of each."""
+    asked: list[tuple[str, int]] = []
+
+    def gives(q: torch.Tensor, meta: object, window: int | None, softcap: float | None) -> bool:
+        asked.append(("attention", q.shape[0]))
+        return True
+
+    def gated(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype, by_blocks: bool = False) -> object:
+        if not by_blocks:
+            return dispatch.fp8_gated_linear(x, weight, dtype)
+        asked.append(("gate_up", x.values.shape[0]))
+        return fp8.silu_and_mul_blocks(fp8.fp8_linear(x, weight, dtype))
+
+    monkeypatch.setattr(linear_layer, "takes_blocks", lambda rows, weight: rows <= 8)
+    monkeypatch.setattr(linear_layer, "fp8_gated_linear", gated)
+    monkeypatch.setattr(attention_layer, "attention_gives_blocks", gives)
+    monkeypatch.setattr(attention_layer, "paged_attention_blocks", attention.paged_attention_blocks)
+    return asked
+
+
+def test_steps_of_few_rows_go_by_blocks(
+    tiny_path: str, blocks_asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near what rows with one scale give; steps of more rows have those."""
+    ids = [(7 * i * i + 3) % 2000 for i in range(30)]
+
+    def run() -> torch.Tensor:
+        worker = make(tiny_path, quantization="fp8")
+        added = [AddedRow(0, "a", ids, len(ids), [1, 2, 3], GREEDY)]
+        steps = [plan(0, [(0, 0, 25, True)], added=added), plan(1, [(0, 25, 5, True)])]
+        found = [worker.execute(step, return_logits=True).logits for step in steps]
+        return torch.cat([logits[0][-1:] for logits in found if logits is not None])
+
+    by_blocks = run()
+    prompt = [one for one in blocks_asked if one[1] == 25]
+    assert prompt == [] and ("gate_up", 5) in blocks_asked and ("attention", 5) in blocks_asked
+    blocks_asked.clear()
+    monkeypatch.setattr(linear_layer, "takes_blocks", lambda rows, weight: False)
+    by_rows = run()
+    assert blocks_asked == []
+    assert 0 < float((by_blocks - by_rows).norm() / by_rows.norm()) < 0.08
+
+
+def test_which_layers_take_blocks(blocks_asked: list[tuple[str, int]]) -> None:
+    """One rank's own sums alone, without a bias, where numbers may depend on how many rows a step has."""
+
+    def layer(**changes: object) -> Linear:
+        found = Linear(128, 32, dtype=torch.float32, device=torch.device("cpu"), **changes)  # type: ignore[arg-type]
+        found.weight.normal_()
+        found.quantize_fp8()
+        return found
+
+    one, two = TensorGroup(), TensorGroup(2)
+    assert layer().takes_blocks(8, one)
+    assert not layer().takes_blocks(9, one)  # as the kernels say
+    assert not layer().takes_blocks(8, two)
+    assert not layer(bias=True).takes_blocks(8, one)
+    assert not layer(pieces=2).takes_blocks(8, one)
+    assert not Linear(128, 32, dtype=torch.float32, device=torch.device("cpu")).takes_blocks(8, one)
+    x = torch.randn(5, 128)
+    got = layer().scaled_sum(fp8.quantize_blocks(x), one)
+    assert isinstance(got, ScaledRows) and got.restore(torch.float32).shape == (5, 32)
+    with pytest.raises(AssertionError, match="no blocks"):
+        layer(bias=True).scaled_parts(BlockScaledRows.empty(5, 128, x.device))
+
+
+def test_scales_of_one_stay_where_they_are() -> None:
+    """Graphs hold their address, also when later steps need more of them; parts have those of their rows."""
+    few = fp8.unscaled(torch.zeros(3, 4))
+    many = fp8.unscaled(torch.zeros(2, 5000, 4)).scales
+    assert many.shape == (5000,) and bool((many == 1).all())
+    assert any(few.scales.data_ptr() == kept.data_ptr() for kept in fp8._ones[few.values.device])
 
 
 def test_what_cannot_be_done_is_said() -> None:
