@@ -114,8 +114,8 @@ __device__ __forceinline__ unsigned short rounded(float value, int half) {
 }
 
 #if SCALED_X
-// Products in flight are written behind the compiler's back: what reads them stays behind the wait, and what writes them
-// again behind what reads them.
+// Products in flight are written behind the compiler's back: what reads them stays behind the wait, and what writes
+// them again behind what reads them.
 __device__ __forceinline__ void keep_order(float (&d)[TOKENS / 2]) {
 #pragma unroll
     for (float& one : d) asm volatile("" : "+f"(one)::"memory");
@@ -192,13 +192,13 @@ __device__ __forceinline__ void find_largest(const float (&value)[TOKENS / 4], u
         found = fmaxf(found, __shfl_xor_sync(0xffffffff, found, 8));
         found = fmaxf(found, __shfl_xor_sync(0xffffffff, found, 16));
         if (lane < 8)
-            asm volatile("red.shared.max.u32 [%0], %1;"
-                         ::"r"(largest + (j * 8 + lane % 4 * 2 + lane / 4) * 4), "r"(__float_as_uint(found)) : "memory");
+            asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(largest + (j * 8 + lane % 4 * 2 + lane / 4) * 4),
+                         "r"(__float_as_uint(found)) : "memory");
     }
 }
 
-// The tile's rows in E4M3 to `y`, which begins at its columns, and their scales. `memory` holds the tile and, behind it,
-// room for the largest of each row, twice: what `flip` says is zero, the other one is made so for the next tile.
+// The tile's rows in E4M3 to `y`, which begins at its columns, and their scales. `memory` holds the tile and, behind
+// it, room for the largest of each row, twice: what `flip` says is zero, the other one is made so for the next tile.
 __device__ __forceinline__ void store_quantized(const float (&value)[TOKENS / 4], u32 memory, int flip, int lane,
                                                 int column, char* y, float* scales, int rows, int stride) {
     u32 largest = memory + TOKENS * (TILE_COLUMNS + flip * 4), next = memory + TOKENS * (TILE_COLUMNS + 4 - flip * 4);

@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern_kernels import Fp8Weight, dispatch, fp8, hopper_stream, large_products, quantize_rows
+from kvern_kernels import (
+    AttentionMetadata,
+    Fp8Weight,
+    attention,
+    dispatch,
+    fp8,
+    hopper_stream,
+    large_products,
+    quantize_rows,
+)
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU; torch finds none here")
@@ -112,6 +121,25 @@ def test_gated_rows_quantized_by_blocks(rows: int, columns: int, inner: int, per
     assert _error(found, wanted.restore(torch.float32)) < 3e-2  # of few numbers another step
     if rows > 1:
         assert found[0].abs().sum() == 0
+
+
+@pytest.mark.parametrize("rows", [1, 13, 32])
+def test_o_behind_attention(rows: int) -> None:
+    """What attention's last kernel writes, of rows that are cut and of others, is what the product reads."""
+    heads, dim, block_size = 32, fp8.BLOCK, 16
+    contexts = [2000 if row % 3 == 0 else 20 + row for row in range(rows)]
+    need = [-(-length // block_size) for length in contexts]
+    ids = iter(torch.randperm(sum(need)).tolist())
+    tables = [[next(ids) for _ in range(count)] for count in need]
+    meta = AttentionMetadata.build([1] * rows, contexts, tables, block_size, "cuda")
+    kv = torch.randn(2, 8, sum(need), block_size, dim, dtype=torch.bfloat16, device="cuda")
+    q = torch.randn(rows, heads, dim, dtype=torch.bfloat16, device="cuda") * 3
+    weight = Fp8Weight.quantize(torch.randn(4096, heads * dim, dtype=torch.bfloat16, device="cuda"))
+    assert dispatch.takes_blocks(rows, weight) and dispatch.attention_gives_blocks(q, meta)
+    got = dispatch.fp8_linear_parts(dispatch.paged_attention_blocks(q, kv, meta, dim**-0.5), weight, q.dtype)
+    got.values = got.values.sum(0)
+    exact = attention.paged_attention(q.float(), kv, meta, dim**-0.5).flatten(1) @ weight.restore().t()
+    assert _error(got.restore(torch.float32), exact) < 4e-2
 
 
 def test_what_does_not_go_by_blocks() -> None:
