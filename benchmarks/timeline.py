@@ -19,7 +19,17 @@ READ_TB_S = 4.39  # measured on an H200, see docs/performance-h200.md
 GROUPS = (  # the first pattern found in a kernel's name decides
     (
         "attention",
-        ("_decode_kernel", "decode_fp8", "_merge_kernel", "_prefill_kernel", "fmha", "flash", "cudnn", "_gather"),
+        (
+            "_decode_kernel",
+            "decode_fp8",
+            "_merge_kernel",
+            "_prefill_kernel",
+            "hopper_attention",
+            "fmha",
+            "flash",
+            "cudnn",
+            "_gather",
+        ),
     ),
     ("sums", ("peer_sum", "nccl")),
     ("norm", ("_rms_norm_kernel", "_norm_kernel")),
