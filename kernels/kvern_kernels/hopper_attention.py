@@ -6,6 +6,7 @@ behind a cached prefix and prompts of any lengths side by side, all in one launc
 
 import heapq
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,17 +165,19 @@ def plan(
     items = in_order(tiles, heads, kv_heads, each)
     costs = [tile.key_tiles + _ITEM_COST for tile in tiles]
     places = deal([costs[item // heads] for item in items], workers)
-    table = torch.zeros(max(places, default=-1) // workers + 1, workers, 8, dtype=torch.int32)
-    if items:
-        code = torch.tensor(items, dtype=torch.int32)
-        wide = [2 if packs(tile.tokens, heads // kv_heads, each) else 1 for tile in tiles]
-        known = torch.tensor(
-            [(*tile, 0, blocks, 0) for tile, blocks in zip(tiles, wide, strict=True)], dtype=torch.int32
-        )
-        rows = known[code // heads]
-        rows[:, 5] = code % heads
-        table.view(-1, 8)[torch.tensor(places)] = rows
-    return table
+    turns = max(places, default=-1) // workers + 1
+    table = array("i", bytes(32 * turns * workers))  # not torch's indexing, whose threads take milliseconds to meet
+    wide = [1 + packs(tile.tokens, heads // kv_heads, each) for tile in tiles]
+    known = [array("i", (*tile, 0, blocks, 0)) for tile, blocks in zip(tiles, wide, strict=True)]
+    for item, place in zip(items, places, strict=True):
+        number, head = divmod(item, heads)
+        table[8 * place : 8 * place + 8] = known[number]
+        table[8 * place + 5] = head
+    return (
+        torch.frombuffer(table, dtype=torch.int32).view(turns, workers, 8)
+        if turns
+        else torch.empty(0, workers, 8, dtype=torch.int32)
+    )
 
 
 def variant_of(heads: int, kv_heads: int, dtype: torch.dtype, block_size: int) -> Variant:
