@@ -2,6 +2,8 @@
 takes what the compiler refuses. Run by `test_compiled_for_hopper.py`.
 """
 
+import re
+
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -36,7 +38,11 @@ def compiled(kernel, constants, types=(), **options):
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
     made = compile(source, target=HOPPER, options={"launch_pdl": True, **options})
-    assert "griddepcontrol.wait" in made.asm["ptx"]
+    ahead, wait, _ = made.asm["ptx"].partition("griddepcontrol.wait")
+    assert wait
+    # Whatever came earlier has ended behind the wait alone: nothing is written sooner, so that nobody still reads it.
+    assert not re.search(r"\b(st|atom|red)\.", ahead)
+    made.ahead = re.findall(r"\bld\.global\S*", ahead)
     return made
 
 
@@ -63,10 +69,10 @@ norm_types = {
 }
 for parts, x_type in ((1, "*bf16"), (2, "*fp32")):
     summed = {"PARTS": parts, "ADD": True, "BLOCK": 4096}
-    compiled(norm_triton._rms_norm_kernel, summed, {**norm_types, "x_ptr": x_type}, num_warps=8)
+    plain = compiled(norm_triton._rms_norm_kernel, summed, {**norm_types, "x_ptr": x_type}, num_warps=8)
     fp8_norm = {**summed, "SCALED": True, "COLUMNS": True, "NORM": True, "QUANTIZE": True}
     types = {**norm_types, "x_ptr": x_type, "out_ptr": "*fp8e4nv"}
-    compiled(fp8_triton._norm_kernel, fp8_norm, types, num_warps=8)
+    quantized = compiled(fp8_triton._norm_kernel, fp8_norm, types, num_warps=8)
     rope = {"SCALED": parts > 1, "COLUMNS": False, "QUANTIZE": False, "HEADS": 32, "KV_HEADS": 8, "HALF": 64}
     rope |= {"HALF_BLOCK": 64, "HEAD_BLOCK": 4, "Q_NORM": False, "K_NORM": True, "PARTS": parts}
     types = {
@@ -76,5 +82,9 @@ for parts, x_type in ((1, "*bf16"), (2, "*fp32")):
         **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
         "eps": "fp32",
     }
-    compiled(rotary_triton._rope_kernel, rope, types, num_warps=4)
+    rotary = compiled(rotary_triton._rope_kernel, rope, types, num_warps=4)
+    # What a step writes is read ahead behind a product alone, past the L1 cache.
+    for made in (plain, quantized, rotary):
+        assert any(".cg" in load for load in made.ahead) == (parts > 1)
+    assert parts > 1 or not rotary.ahead
 print("compiled")
