@@ -79,11 +79,15 @@ __device__ __forceinline__ void load_x(u32 target, const TensorMap* map, int ste
             "l"(map), "r"((step * BOXES + box) * BOX_ELEMENTS), "r"(0), "r"(barrier) : "memory");
 }
 
-// A step's scales of x, to where the ring's stage has them.
-__device__ __forceinline__ void load_scales(u32 target, const float* scales, int step, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-        "l"(scales + step * BOXES * TOKENS), "r"(SCALE_BYTES), "r"(barrier) : "memory");
+// A step's scales of x, to where the ring's stage has them; a lane arrives at the barrier when its part is there. Not by
+// the copy engine: threads read them, not the tensor cores, and what it wrote was seen to change under such reads.
+__device__ __forceinline__ void load_scales(u32 target, const float* scales, int step, u32 barrier, int lane) {
+#pragma unroll
+    for (int at = 0; at < SCALE_BYTES; at += 32 * 16)
+        if (at + lane * 16 < SCALE_BYTES)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + at + lane * 16),
+                         "l"(scales + step * BOXES * TOKENS + at / 4 + lane * 4) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // 64 x TOKENS += (32 bytes of each of 64 rows of W) x (32 bytes of each row of x)^T; `more` 0: =
@@ -266,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 64, 1)
         store_flag(waited, 0);
         for (int stage = 0; stage < STAGES; stage++) {
             barrier_init(w_full + 8 * stage, 1);
-            barrier_init(x_full + 8 * stage, 1);
+            barrier_init(x_full + 8 * stage, SCALED_X ? 1 + 32 : 1);
             barrier_init(empty + 8 * stage, GROUPS * 4);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -277,14 +281,14 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 64, 1)
     __syncthreads();
 
     if (warp >= GROUPS * 4) {
-        if (lane > 0) return;
         bool weights = warp == GROUPS * 4, alone = weights;
+        if (lane > 0 && (weights || !SCALED_X)) return;
         u64 policy;
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         if (!weights) {
             wait_for_previous();
             release_next();
-            store_flag(waited, 1);
+            if (lane == 0) store_flag(waited, 1);
         }
         Ring ring{0, 0}, behind{0, 0};
         int asked = 0;
@@ -294,10 +298,12 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 64, 1)
                 u32 target = base + ring.stage * STAGE_BYTES;
                 if (asked >= STAGES) barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                 if (!weights) {
-                    barrier_expect(x_full + 8 * ring.stage, X_BYTES + (SCALED_X ? SCALE_BYTES : 0));
-                    load_x(target + W_BYTES, &x_map, step, x_full + 8 * ring.stage);
+                    if (lane == 0) {
+                        barrier_expect(x_full + 8 * ring.stage, X_BYTES);
+                        load_x(target + W_BYTES, &x_map, step, x_full + 8 * ring.stage);
+                    }
 #if SCALED_X
-                    load_scales(extra + ring.stage * SCALE_BYTES, block_scales, step, x_full + 8 * ring.stage);
+                    load_scales(extra + ring.stage * SCALE_BYTES, block_scales, step, x_full + 8 * ring.stage, lane);
 #endif
                     continue;
                 }
@@ -310,6 +316,9 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 64, 1)
                 load_w(target, &w_map, step, at.item % tiles, w_full + 8 * ring.stage, policy);
             }
         }
+#if SCALED_X
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
         return;
     }
 

@@ -268,11 +268,10 @@ def fp8_block_linear_parts(x: BlockScaledRows, weight: Fp8Weight) -> ScaledRows 
     """`fp8.fp8_block_linear` in parts that add up to it, [P, M, N] float32."""
     if x.scales.stride() != (1, -(-x.scales.shape[0] // ROWS_APART) * ROWS_APART):
         return None
+    # Before the product: what adds up its parts reads scales ahead, which the kernel in front may not have written.
+    ones = unscaled(x.values).scales
     out = _parts(x.values, weight.values, weight.scale, None, None, x.scales, blocks=True)
-    if out is None:
-        return None
-    rows = unscaled(out)
-    return ScaledRows(rows.values, rows.scales, weight.columns)
+    return None if out is None else ScaledRows(out, ones, weight.columns)
 
 
 def fp8_gated_linear(x: ScaledRows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor | None:
