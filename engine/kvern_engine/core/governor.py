@@ -154,7 +154,9 @@ class ChunkGovernor:
         tokens = min((min(_LONG_FACTOR * decode, _LONG_SECONDS) - decode) / cost, self.max_chunk)
         return tokens if tokens > _LONG_PROMPT * usual else 0.0
 
-    def cap(self, decode_rows: int, idle_share: float = 0.0, wanted: Sequence[int] = ()) -> int:
+    def cap(
+        self, decode_rows: int, idle_share: float = 0.0, wanted: Sequence[int] = (), most: float | None = None
+    ) -> int:
         """Most prompt tokens for the next step, where `decode_rows` rows decode in it.
 
         `idle_share` is the share of the rows that lie idle though somebody waits for them. Where a crowd is at the
@@ -162,7 +164,8 @@ class ChunkGovernor:
         a step may take, up to 1 + _RUSH times what `itl_factor` allows.
 
         `wanted`: tokens that each of the prompts still needs. Where one of them is long, they fit into a long step and
-        there is credit for one, the answer is their sum.
+        there is credit for one, the answer is their sum. `most` is what `long_tokens` says of such a step, for those
+        who have asked it before.
 
         0, once, where steps of about this many rows were never seen to decode only: while prompts keep coming there
         would be no such step, and against that of far fewer rows every mixed step would look too long, whatever was
@@ -186,7 +189,9 @@ class ChunkGovernor:
         grain = 16 if tokens >= 64 else 8
         rounded = int(min(tokens, self.max_chunk)) // grain * grain
         usual = min(max(rounded, self.min_chunk), self.max_chunk)
-        if wanted and max(wanted) > _LONG_PROMPT * usual and sum(wanted) <= self.long_tokens(decode_rows):
-            self._free = usual
-            return sum(wanted)
+        if wanted and max(wanted) > _LONG_PROMPT * usual:
+            most = self.long_tokens(decode_rows) if most is None else most
+            if sum(wanted) <= most:
+                self._free = usual
+                return sum(wanted)
         return usual

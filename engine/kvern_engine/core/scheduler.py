@@ -282,7 +282,7 @@ class Scheduler:
                 idle = max(0, min(len(books.waiting), len(books.free_rows)) - _NO_CROWD) / config.max_num_seqs
                 most = 0.0 if idle else self.governor.long_tokens(draft.decode_rows)
                 wanted = wanted_tokens(books, most) if most else []
-                budget = per_request = min(budget, self.governor.cap(draft.decode_rows, idle, wanted))
+                budget = per_request = min(budget, self.governor.cap(draft.decode_rows, idle, wanted, most))
         if budget > 0:
             schedule_prompts(books, draft, budget, per_request, config)
         for row in draft.added:
