@@ -6,12 +6,14 @@ but a number of tokens; who gets them is the scheduler's business.
 The model of a step is  seconds = decode + cost x prefill_tokens.  `decode` is the median of the last steps that only
 decoded, for about as many rows; `cost` comes from the last few mixed steps, so that it follows attention's growth with
 the context within two chunks, while one outlier moves nothing. A fixed price of having a prompt in the step at all is
-part of `cost` at the present chunk size: the cap still settles where the whole step meets the target.
+part of `cost` at the present chunk size: the cap still settles where the whole step meets the target. So only chunks of
+about that size count: a short prompt pays the same fixed price with few tokens, and by it the next long one would get
+half of what it may have.
 
-*Long steps.* What streams are promised is a percentile: 99 of 100 gaps between tokens are no longer than `itl_factor`
-decode steps. A prompt of many chunks pays for that with its TTFT, since each chunk brings a decode step along. But
-long prompts are few. So steps earn credit, and a long prompt may spend it on being computed at once, in a step that is
-longer than promised. Three bounds hold for such steps:
+*Long steps.* What streams are promised is a percentile: of 100 gaps between tokens 99 are hardly longer than
+`itl_factor` decode steps (`limits.py` has the number). A prompt of many chunks pays for that with its TTFT, since each
+chunk brings a decode step along. But long prompts are few. So steps earn credit, and a long prompt may spend it on
+being computed at once, in a step that is longer than promised. Three bounds hold for such steps:
 
 - one in _LONG_EVERY, whatever arrives: half of what the percentile leaves free, the other half is for what is not
   planned. A token bucket holds _LONG_KEPT, because long prompts do not come at equal distances: in n steps there are at
@@ -31,6 +33,7 @@ _DECODE_WINDOW = 15  # steps; a median over them ignores seven outliers
 _FEW_ROWS = 8  # fewer take about as long as one
 _RUSH = 3  # see `cap`; 1,000 chats as in `_class_of`: 17.2 s, with 0 18.5; with 5 17.2, ITL p99.9 46 ms for 33
 _COST_WINDOW = 3  # mixed steps; two of them make a new median
+_FULL = 0.5  # of the usual chunk: smaller ones do not count. Simulated as in `limits.py`: TTFT p99 60.8 -> 59.0 ms
 _LONG_PROMPT = 3  # usual chunks; were credit kept for one step only, 4 would be better (simulated)
 _LONG_EVERY = 200  # steps
 _LONG_KEPT = 3  # long steps; simulated with the two above, TTFT p99 60 -> 56 ms where a decode step takes 5 ms
@@ -108,7 +111,12 @@ class ChunkGovernor:
                 usual = self._usual_tokens(decode_rows)
                 if usual is not None and prefill_tokens > _LONG_PROMPT * usual:
                     self._long.append(cost)
-                self._mixed.append(cost)
+                if (
+                    usual is None
+                    or len(self._mixed) < _COST_WINDOW
+                    or prefill_tokens >= _FULL * min(usual, self.max_chunk)
+                ):
+                    self._mixed.append(cost)
 
     def planned(self, decode_rows: int, prefill_tokens: int) -> None:
         """The next step, as it was planned: it earns credit, or spends it where it is as long as `cap` allowed."""

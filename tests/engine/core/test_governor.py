@@ -15,6 +15,9 @@ from kvern_engine.core.governor import (
     ChunkGovernor,
     _class_of,
 )
+from kvern_engine.core.limits import GPU_ITL_FACTOR
+
+GPU_ITL_PROMISE = 2.5  # decode steps, of 99 in 100 gaps between tokens (`limits.py`)
 
 
 class Device:
@@ -147,6 +150,40 @@ def test_one_outlier_moves_nothing_and_two_are_believed() -> None:
     assert governor.cap(2) == 16
 
 
+@pytest.mark.parametrize("short", [8, 16, 40])
+def test_a_short_prompt_says_nothing_of_what_a_chunk_costs(short: int) -> None:
+    """What having a prompt in a step costs at all, 0.6 ms, is much for a few tokens and little for a chunk."""
+    governor = ChunkGovernor(2.0, max_chunk=2048)
+
+    def observe(tokens: int) -> None:
+        governor.observe(32, tokens, 0.005 + 0.0006 + tokens * 0.00002)
+
+    governor.observe(32, 0, 0.005)
+    for _ in range(3):
+        observe(220)
+    before = governor.cap(32)
+    assert 208 <= before <= 224  # (5 - 0.6) ms / 20 us = 220
+    for _ in range(20):
+        observe(short)
+    assert governor.cap(32) == before
+    for _ in range(2):
+        governor.observe(32, before, 0.005 + before * 0.00004)  # of the usual size: twice is believed
+    assert governor.cap(32) == 112
+
+
+def test_short_prompts_say_what_a_token_costs_until_there_are_longer_ones_and_where_a_chunk_can_be_no_longer() -> None:
+    governor = ChunkGovernor(2.0, max_chunk=2048)
+    governor.observe(32, 0, 0.005)
+    for _ in range(3):
+        governor.observe(32, 10, 0.005 + 0.0006)
+    assert governor.token_seconds() == pytest.approx(0.00006)
+    narrow = ChunkGovernor(2.0, max_chunk=64)
+    narrow.observe(32, 0, 0.005)
+    for price in (0.00002, 0.00002, 0.00002, 0.0001, 0.0001):
+        narrow.observe(32, 40, 0.005 + 40 * price)
+    assert narrow.cap(32) == 48
+
+
 def test_decode_time_follows_the_number_of_rows() -> None:
     governor = ChunkGovernor(2.0, max_chunk=2048)
     governor.observe(1, 0, 0.01)
@@ -250,6 +287,42 @@ def test_one_step_without_prompts_is_asked_for_where_that_many_rows_were_never_s
     target = 0.8 * seconds(200, 0) / 0.00002
     assert 0.9 * target <= governor.cap(200) <= target
     assert governor.cap(3) > 0, "a few rows take as long as one: no probe"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    base=st.floats(0.002, 0.02),
+    chunk=st.integers(100, 400),  # prompt tokens that cost as much as a decode step
+    fixed=st.floats(0, 0.3),  # extra price of a mixed step, in decode steps
+    noise=st.floats(0, 0.1),
+    length=st.floats(30, 1000),
+    busy=st.sampled_from([0.05, 0.3, 0.7]),  # prompts that come, of as many as can be computed
+    seed=st.integers(0, 2**32),
+)
+def test_99_of_100_gaps_are_what_is_promised_whatever_prompts_come(
+    base: float, chunk: int, fixed: float, noise: float, length: float, busy: float, seed: int
+) -> None:
+    """Long steps are in the hundredth that is left, like what else is not planned."""
+    device, rng = Device(base, 0, base / chunk, 0, fixed * base, noise, seed), random.Random(seed)
+    governor = ChunkGovernor(GPU_ITL_FACTOR, max_chunk=8192)
+    governor.observe(0, 512, device.step(0, 512, 0))
+    waiting: list[int] = []
+    slow, steps = 0, 3000
+    for step in range(steps):
+        if step >= 10 and rng.random() < busy * chunk / length:
+            waiting.append(int(rng.expovariate(1 / length)) + 1)
+        tokens = min(governor.cap(32, wanted=waiting), sum(waiting)) if waiting else 0
+        governor.planned(32, tokens)
+        seconds = device.step(32, tokens, 0)
+        governor.observe(32, tokens, seconds)
+        slow += seconds > GPU_ITL_PROMISE * base * (1 + noise / 2)
+        while tokens and waiting:
+            taken = min(tokens, waiting[0])
+            tokens -= taken
+            waiting[0] -= taken
+            if not waiting[0]:
+                waiting.pop(0)
+    assert slow <= steps / 100 + device.hiccups
 
 
 # -- long steps --------------------------------------------------------------------------------------------------------
