@@ -133,7 +133,7 @@ def layouts(hours: float = 2.0) -> list[Trace]:
         made("strict-itl", lambda _: 8, 8, CHAT, True, Service(2, 1, pair, itl_slo=0.0058), 4),
         made("small-cards", _wave(8, 64, end), 64, WRITE, False, Service(4, 1, four, 0.025, SMALL_CARDS), 2),
         made("small-cards-steady", lambda _: 55, 55, WRITE, True, Service(4, 1, four, 0.025, SMALL_CARDS), 2),
-        made("too-large", _wave(4, 38, end), 38, RAG, False, Service(4, 4, four), 2),
+        made("too-large", _wave(4, 34, end), 34, RAG, False, Service(4, 4, four), 2),  # 30 at size 4, more at size 1
         made(
             "there-and-back",
             _bursts(6, 40, tuple(k * end / 4 for k in (1, 3)), end / 4),

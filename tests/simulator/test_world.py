@@ -160,7 +160,7 @@ def test_of_many_arrivals_each_kth_is_as_irregular_as_the_whole():
 @pytest.mark.parametrize("lengths", [CHAT, RAG], ids=["chat", "rag"])
 def test_a_scaled_down_service_is_decided_and_fares_like_the_whole(lengths):
     """Some sixty replicas, simulated one by one and in fives: rising load, the same decisions within a few percent."""
-    high = 300.0 if lengths == CHAT else 150.0
+    high = 360.0 if lengths == CHAT else 150.0
 
     def rate(t: float) -> float:
         return high * min(0.5 + t / 400, 1.0)

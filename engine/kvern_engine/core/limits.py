@@ -10,10 +10,21 @@ from typing import Literal
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.plan import WorkerReady
 
-# Where the chunk governor aims, a little under what is promised of 99 in 100 gaps between tokens (3x on a CPU, 2x on a
-# GPU): steps are not all equal. One step in 200 may be longer (`governor.py`).
+# Where the chunk governor aims. Promised of 99 in 100 gaps between tokens are at most 3 decode steps on a CPU and 2.5
+# on a GPU, unless a crowd waits (`ChunkGovernor.cap`): steps are not all equal, and one in 200 may be longer.
+#
+# What a step may take is a multiple of decode steps, which have become shorter; what a prompt costs has not. The GPU's
+# is chosen by what it brings there. Simulated with an H200's step times at 32 requests/s (docs/performance-h200.md):
+#
+#     factor                        1.8   1.9   2.0   2.1   2.2   2.4
+#     TTFT p99, ms                 67.4  62.5  59.9  59.2  57.8  57.5
+#     ITL p99, ms                   9.0   9.5   9.9  10.3  10.8  11.6
+#     99th gap, in decode steps    1.93  2.04  2.13  2.22  2.32  2.50
+#
+# 2.1 is the most that keeps the promise at 60 requests/s too (2.33), with what gaps over HTTP are longer than these.
+# Beyond it little is to be gained: long prompts take 50 ms in whatever steps, and others wait for such a step.
 CPU_ITL_FACTOR = 2.9
-GPU_ITL_FACTOR = 1.8
+GPU_ITL_FACTOR = 2.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

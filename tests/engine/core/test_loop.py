@@ -9,7 +9,7 @@ from core_harness import Engine
 
 from kvern_engine.config import EngineConfig
 from kvern_engine.core.block_pool import BlockPool
-from kvern_engine.core.limits import SchedulerConfig
+from kvern_engine.core.limits import CPU_ITL_FACTOR, GPU_ITL_FACTOR, SchedulerConfig
 from kvern_engine.core.loop import EngineCore, WorkerDiedError, read_plans
 from kvern_engine.core.plan import StepPlan, StepResult, WorkerReady
 from kvern_engine.core.scheduler import Scheduler
@@ -211,7 +211,7 @@ def test_from_config_keeps_to_what_the_worker_was_made_for(tmp_path: Path) -> No
     core = EngineCore.from_config(1, config, ready, worker, (5,))
     limits = core.scheduler.config
     assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len) == (12, 300, 100)
-    assert (limits.policy, limits.seed, limits.itl_factor) == ("priority", 7, 2.9)
+    assert (limits.policy, limits.seed, limits.itl_factor) == ("priority", 7, CPU_ITL_FACTOR)
     assert (core.scheduler.pool.num_blocks, core.scheduler.pool.block_size) == (20, 8)
     assert not core.scheduler.pool.enable_prefix_caching
     assert core.max_inflight == 1
@@ -219,7 +219,7 @@ def test_from_config_keeps_to_what_the_worker_was_made_for(tmp_path: Path) -> No
     core.close()
     assert not worker.alive
     gpu = WorkerReady(0, 20, 8, 100, 0, 0, "cuda:0 NVIDIA H200", "bfloat16", max_num_seqs=1024)
-    assert SchedulerConfig.from_engine(EngineConfig(model="x"), gpu).itl_factor == 1.8
+    assert SchedulerConfig.from_engine(EngineConfig(model="x"), gpu).itl_factor == GPU_ITL_FACTOR
 
 
 def test_max_inflight_must_be_positive() -> None:
