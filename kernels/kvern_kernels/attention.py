@@ -70,8 +70,6 @@ def paged_attention(
     return out
 
 
-def paged_attention_blocks(
-    q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, kv_scales: Tensor | None = None
-) -> BlockScaledRows:
+def paged_attention_blocks(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> BlockScaledRows:
     """`paged_attention` in FP8, [T, Hq * D], quantized by blocks: heads of `fp8.BLOCK` dimensions by themselves."""
-    return quantize_blocks(paged_attention(q.float(), kv, meta, scale, kv_scales).flatten(1))
+    return quantize_blocks(paged_attention(q.float(), kv, meta, scale).flatten(1))

@@ -9,6 +9,7 @@ from . import hopper_attention, vendor_attention
 from .decode_attention_triton import MAX_QUERY_LEN, decode_attention
 from .fp8 import BLOCK, BlockScaledRows
 from .gather_triton import gather_contexts
+from .kv_cache import is_fp8
 from .metadata import AttentionMetadata
 from .prefill_attention_triton import prefill_attention
 
@@ -45,20 +46,19 @@ def paged_attention(
     return out
 
 
-def gives_blocks(meta: AttentionMetadata, head_dim: int) -> bool:
+def gives_blocks(kv: Tensor, meta: AttentionMetadata) -> bool:
     """Whether `paged_attention_blocks` computes a step: its tokens are all the decode kernel's, a head is a block. Not
-    where rows are `each_alone`: a token's bits would differ from those of the same one in a larger step."""
+    where rows are `each_alone`: a token's bits would differ from those of the same one in a larger step. Not over a
+    cache in FP8."""
     few = meta.device_rows is None and meta.max_query_len <= MAX_QUERY_LEN
-    return few and head_dim == BLOCK and not meta.each_alone
+    return few and kv.shape[4] == BLOCK and not is_fp8(kv) and not meta.each_alone
 
 
-def paged_attention_blocks(
-    q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, kv_scales: Tensor | None = None
-) -> BlockScaledRows:
+def paged_attention_blocks(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> BlockScaledRows:
     """As `attention.paged_attention_blocks`, where it `gives_blocks`."""
     out = BlockScaledRows.empty(q.shape[0], q.shape[1] * q.shape[2], q.device)
     longest, heads = max(meta.max_query_len, 1), out.values.view(q.shape)
-    decode_attention(q, kv, meta, scale, heads, meta.num_rows, longest, kv_scales=kv_scales, out_scales=out.scales)
+    decode_attention(q, kv, meta, scale, heads, meta.num_rows, longest, out_scales=out.scales)
     return out
 
 

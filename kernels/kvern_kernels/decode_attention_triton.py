@@ -50,7 +50,6 @@ def _decode_kernel(
     q_ptr,
     kv_ptr,
     out_ptr,
-    out_scales_ptr,
     partial_ptr,
     stats_ptr,
     pieces_ptr,
@@ -62,6 +61,7 @@ def _decode_kernel(
     kv_stride,
     head_stride,
     table_stride,
+    out_scales_ptr,
     scales_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -248,12 +248,22 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-def _kernel_for(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> tuple[Any, Tensor, list[Tensor], dict[str, Any]]:
-    """(kernel, the cache as it takes it, its further tensors, its further constants)."""
+def _kernel_for(
+    q: Tensor, kv: Tensor, out: Tensor, kv_scales: Tensor | None, out_scales: Tensor | None
+) -> tuple[Any, Tensor, list[Tensor], dict[str, Any]]:
+    """(kernel, the cache as it takes it, its further tensors, what else is its own, by name)."""
     d_block = triton.next_power_of_2(q.shape[2])
     if kv_scales is None:
-        constants = {"D_BLOCK": d_block, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
-        return _decode_kernel, kv, [], constants
+        own = {
+            "out_scales_ptr": out if out_scales is None else out_scales,
+            "scales_stride": 0 if out_scales is None else out_scales.stride(1),
+            "QUANTIZE": out_scales is not None,
+            "D_BLOCK": d_block,
+            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        }
+        return _decode_kernel, kv, [], own
+    if out_scales is not None:
+        raise ValueError("attention over a cache in FP8 does not write E4M3 (out_scales must be None)")
     words = max(16, d_block // 2)  # the least that a product can be made of
     return decode_fp8_kernel, kv.view(torch.int16), [kv_scales], {"WORDS": words}
 
@@ -295,7 +305,7 @@ def decode_attention(
     With `query_len` 1 row i's token is token i. `piece` (tokens of a piece of a context) and `tiles` default to the
     measured choice; `seq_lens` [R] int32 stands in for that of `meta`, in all calls of a step; `kv_scales` [2, Hkv] are
     those of a cache in FP8. With `out_scales` [T, Hq] float32, of which those of a head are contiguous, `out` is in
-    E4M3. Raises ValueError where `query_len` is over 8 or the given workspace is too small.
+    E4M3; not over such a cache. Raises ValueError where `query_len` is over 8 or the given workspace is too small.
     """
     if query_len > MAX_QUERY_LEN:
         raise ValueError(f"query_len must be at most {MAX_QUERY_LEN}, got {query_len}")
@@ -311,13 +321,11 @@ def decode_attention(
     cut = _cut(meta, rows, kv_heads, tiles.block_n, q.device, piece)
     work = _workspace(meta, q, cut.capacity, query_len)
     plan = _plan(meta, seq_lens, rows, cut)
-    kernel, stored, extra, own = _kernel_for(q, kv, checked_scales(kv, kv_scales))
-    scales, scales_stride = (out, 0) if out_scales is None else (out_scales, out_scales.stride(1))
+    kernel, stored, extra, own = _kernel_for(q, kv, out, checked_scales(kv, kv_scales), out_scales)
     kernel[(kv_heads, cut.capacity)](
         q,
         stored,
         out,
-        scales,
         work.partial,
         work.stats,
         plan.pieces,
@@ -330,7 +338,6 @@ def decode_attention(
         stored.stride(0),
         stored.stride(1),
         meta.block_tables.stride(0),
-        scales_stride,
         KV_HEADS=kv_heads,
         GROUP=group,
         MAX_Q=query_len,
@@ -338,7 +345,6 @@ def decode_attention(
         BS=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(group * query_len)),
         BLOCK_N=tiles.block_n,
-        QUANTIZE=out_scales is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **own,

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from .launch_triton import after_previous
 from .paged_triton import (
-    e4m3,
     fp8_numbers,
     head_offsets,
     hide,
@@ -19,9 +18,7 @@ from .paged_triton import (
     online_softmax,
     piece_of,
     queries_of,
-    scale_pointers,
     store_stats,
-    to_448,
 )
 
 
@@ -49,21 +46,11 @@ def _store_words(target, even, odd, inside):
     tl.store(target + 1, odd.to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _store_quantized(target, even, odd, by, inside):
-    """The numbers of words side by side, times `by` [rows], in E4M3; `target` points to bytes."""
-    low = e4m3(even * by[:, None]).to(tl.uint8, bitcast=True)
-    high = e4m3(odd * by[:, None]).to(tl.uint8, bitcast=True)
-    words = low.to(tl.uint16) | (high.to(tl.uint16) << 8)
-    tl.store(target.to(tl.pointer_type(tl.uint16), bitcast=True), words, mask=inside)
-
-
-@triton.jit(do_not_specialize=["table_stride", "scales_stride"])
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_fp8_kernel(
     q_ptr,
     kv_ptr,
     out_ptr,
-    out_scales_ptr,
     partial_ptr,
     stats_ptr,
     pieces_ptr,
@@ -76,7 +63,6 @@ def decode_fp8_kernel(
     kv_stride,
     head_stride,
     table_stride,
-    scales_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX_Q: tl.constexpr,
@@ -85,7 +71,6 @@ def decode_fp8_kernel(
     BS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    QUANTIZE: tl.constexpr,
 ):
     """As `_decode_kernel` over a cache of int16 words, of which a tile is WORDS wide and strides consist."""
     row, begin, end, pieces = piece_of(pieces_ptr, tl.program_id(1))
@@ -130,15 +115,7 @@ def decode_fp8_kernel(
     out_offsets = head_offsets(first_token, tile_rows, head, KV_HEADS * GROUP * D, GROUP, D)
     if pieces == 1:
         share = 1.0 / tl.where(total > 0, total, 1.0)[:, None]
-        target = out_ptr + out_offsets[:, None] + 2 * words[None, :]
-        even, odd = even * share, odd * share
-        if QUANTIZE:
-            scales, by = to_448(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1))
-            _store_quantized(target, even, odd, by, inside)
-            places = scale_pointers(out_scales_ptr, first_token, tile_rows, head, scales_stride, GROUP)
-            tl.store(places, scales, mask=tile_rows < query_len * GROUP)
-        else:
-            _store_words(target, even, odd, inside)
+        _store_words(out_ptr + out_offsets[:, None] + 2 * words[None, :], even * share, odd * share, inside)
         return
 
     piece = tl.program_id(1).to(tl.int64) * KV_HEADS + head

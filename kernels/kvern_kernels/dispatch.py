@@ -131,24 +131,22 @@ def paged_attention(
 
 
 def attention_gives_blocks(
-    q: Tensor, meta: AttentionMetadata, window: int | None = None, softcap: float | None = None
+    q: Tensor, kv: Tensor, meta: AttentionMetadata, window: int | None = None, softcap: float | None = None
 ) -> bool:
     """Whether `paged_attention_blocks` computes a step."""
     if not _triton(q) or window is not None or softcap is not None:
         return False
     from . import attention_triton
 
-    return attention_triton.gives_blocks(meta, q.shape[2])
+    return attention_triton.gives_blocks(kv, meta)
 
 
-def paged_attention_blocks(
-    q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, kv_scales: Tensor | None = None
-) -> BlockScaledRows:
+def paged_attention_blocks(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float) -> BlockScaledRows:
     """`paged_attention` of few query tokens a row in FP8, quantized by blocks, for `fp8_linear_parts`; asked only where
     `attention_gives_blocks`."""
     from . import attention_triton
 
-    return attention_triton.paged_attention_blocks(q, kv, meta, scale, kv_scales)
+    return attention_triton.paged_attention_blocks(q, kv, meta, scale)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

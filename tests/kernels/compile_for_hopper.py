@@ -50,12 +50,11 @@ heads = {"GROUP": 4, "D": 128}
 tile = {**heads, "KV_HEADS": 8, "BS": 16, "BLOCK_M": 16}
 for max_q in (1, 8):
     case = {**tile, "MAX_Q": max_q, "BLOCK_M": max(16, 4 * max_q)}
+    half = {**case, "WORDS": 64, "BLOCK_N": 128}
+    compiled(decode_fp8_triton.decode_fp8_kernel, half, {"kv_ptr": "*i16"}, num_warps=4, num_stages=2)
     for quantize, out in ((False, "*bf16"), (True, "*fp8e4nv")):
         full = {**case, "D_BLOCK": 128, "BLOCK_N": 64, "PRECISION": "tf32", "QUANTIZE": quantize}
         compiled(decode_attention_triton._decode_kernel, full, {"out_ptr": out}, num_warps=4, num_stages=3)
-        half = {**case, "WORDS": 64, "BLOCK_N": 128, "QUANTIZE": quantize}
-        types = {"kv_ptr": "*i16", "out_ptr": out}
-        compiled(decode_fp8_triton.decode_fp8_kernel, half, types, num_warps=4, num_stages=2)
         for pieces, warps in ((split_kv.MAX_PIECES, 4), (8, 1)):
             merge = {**heads, "HEADS": 32, "MAX_Q": max_q, "D_BLOCK": 128, "PIECES": pieces, "QUANTIZE": quantize}
             compiled(decode_attention_triton._merge_kernel, merge, {"out_ptr": out}, num_warps=warps)

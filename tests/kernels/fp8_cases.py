@@ -131,7 +131,6 @@ def blocks_close(got, expected):
     assert float((a - b).norm() / b.norm().clamp(min=1e-9)) < (5e-3 if DEVICE == "cuda" else 0.1)
 
 
-@pytest.mark.parametrize("kind", [Case, Fp8Case])
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens", "piece"),
     [
@@ -141,14 +140,13 @@ def blocks_close(got, expected):
         ([8, 1, 3], [400, 9, 70], 128),
     ],
 )
-def test_attention_gives_rows_quantized_by_blocks(kind, query_lens, seq_lens, piece):
+def test_attention_gives_rows_quantized_by_blocks(query_lens, seq_lens, piece):
     """With and without pieces that are merged; all memory is poisoned."""
-    case = kind(query_lens, seq_lens, dtype=torch.float16, heads=4, kv_heads=2, dim=fp8.BLOCK)
-    kv_scales = getattr(case, "kv_scales", None)
-    expected = attention.paged_attention_blocks(case.q, case.kv, case.meta, case.scale, kv_scales)
-    assert attention_triton.gives_blocks(case.meta, fp8.BLOCK)
+    case = Case(query_lens, seq_lens, dtype=torch.float16, heads=4, kv_heads=2, dim=fp8.BLOCK)
+    expected = attention.paged_attention_blocks(case.q, case.kv, case.meta, case.scale)
+    assert attention_triton.gives_blocks(case.kv, case.meta)
     if piece is None:
-        got = attention_triton.paged_attention_blocks(case.q, case.kv, case.meta, case.scale, kv_scales)
+        got = attention_triton.paged_attention_blocks(case.q, case.kv, case.meta, case.scale)
         return blocks_close(got, expected)
     got = fp8.BlockScaledRows.empty(sum(query_lens), 4 * fp8.BLOCK, DEVICE)
     got.values.copy_(torch.full(got.values.shape, float("nan")))
@@ -156,29 +154,33 @@ def test_attention_gives_rows_quantized_by_blocks(kind, query_lens, seq_lens, pi
     work = case.meta.workspace = DecodeWorkspace.allocate(64, 4, fp8.BLOCK, max(query_lens), DEVICE)
     work.partial.fill_(float("nan")), work.stats.fill_(float("nan"))
     common = (case.q, case.kv, case.meta, case.scale, got.values.view(case.q.shape), len(query_lens), max(query_lens))
-    decode_attention(*common, piece, kv_scales=kv_scales, out_scales=got.scales)
+    decode_attention(*common, piece, out_scales=got.scales)
     return blocks_close(got, expected)
 
 
-@pytest.mark.parametrize("kind", [Case, Fp8Case])
-def test_padded_rows_quantized_by_blocks_are_zero(kind):
-    case = kind([1, 1], [70, 1], dtype=torch.float16, dim=fp8.BLOCK)
+def test_padded_rows_quantized_by_blocks_are_zero():
+    case = Case([1, 1], [70, 1], dtype=torch.float16, dim=fp8.BLOCK)
     case.meta.seq_lens[1:] = 0
     case.meta.block_tables[1:] = 2**30  # never read
     case.meta.seq_lens_list = None
-    kv_scales = getattr(case, "kv_scales", None)
-    got = attention_triton.paged_attention_blocks(case.q, case.kv, case.meta, case.scale, kv_scales)
+    got = attention_triton.paged_attention_blocks(case.q, case.kv, case.meta, case.scale)
     assert got.values[1].float().abs().sum() == 0 and bool((got.scales[1] == fp8.TINY).all())
 
 
 def test_which_steps_are_quantized_by_blocks():
-    case = Case([1, 8], [70, 9])
-    assert attention_triton.gives_blocks(case.meta, 128)
-    assert not attention_triton.gives_blocks(case.meta, 64)  # a block would be two heads
+    case, narrow = (Case([1, 8], [70, 9], dtype=torch.float16, dim=dim) for dim in (128, 64))
+    assert attention_triton.gives_blocks(case.kv, case.meta)
+    assert not attention_triton.gives_blocks(narrow.kv, narrow.meta)  # a block would be two heads
     alone = replace(case.meta, each_alone=True)
     mixed = replace(case.meta, device_rows=DeviceRows(case.meta.seq_lens, case.meta.seq_lens[:1], 1))
     prompt = replace(case.meta, max_query_len=9)
-    assert not any(attention_triton.gives_blocks(meta, 128) for meta in (alone, mixed, prompt))
+    assert not any(attention_triton.gives_blocks(case.kv, meta) for meta in (alone, mixed, prompt))
+    narrow = Fp8Case([1, 8], [70, 9], dim=128)
+    assert not attention_triton.gives_blocks(narrow.kv, narrow.meta)
+    out = fp8.BlockScaledRows.empty(9, 4 * 128, DEVICE)
+    common = narrow.q, narrow.kv, narrow.meta, narrow.scale, out.values.view(narrow.q.shape), 2, 8
+    with pytest.raises(ValueError, match="over a cache in FP8 does not write E4M3"):
+        decode_attention(*common, kv_scales=narrow.kv_scales, out_scales=out.scales)
 
 
 def test_blocks_of_128_columns():

@@ -135,7 +135,7 @@ def test_o_behind_attention(rows: int) -> None:
     kv = torch.randn(2, 8, sum(need), block_size, dim, dtype=torch.bfloat16, device="cuda")
     q = torch.randn(rows, heads, dim, dtype=torch.bfloat16, device="cuda") * 3
     weight = Fp8Weight.quantize(torch.randn(4096, heads * dim, dtype=torch.bfloat16, device="cuda"))
-    assert dispatch.takes_blocks(rows, weight) and dispatch.attention_gives_blocks(q, meta)
+    assert dispatch.takes_blocks(rows, weight) and dispatch.attention_gives_blocks(q, kv, meta)
     got = dispatch.fp8_linear_parts(dispatch.paged_attention_blocks(q, kv, meta, dim**-0.5), weight, q.dtype)
     got.values = got.values.sum(0)
     exact = attention.paged_attention(q.float(), kv, meta, dim**-0.5).flatten(1) @ weight.restore().t()

@@ -100,9 +100,9 @@ class Attention:
         kernels do that, or by rows."""
         q = self._queries(qkv.values, positions, cos_sin, kv, meta, qkv.scales, qkv.columns)
         step = meta if wanted is None else wanted.meta
-        if by_blocks and attention_gives_blocks(q, step, self.window, self.softcap):
+        if by_blocks and attention_gives_blocks(q, kv, step, self.window, self.softcap):
             q = q if wanted is None else q.index_select(0, wanted.index)
-            return paged_attention_blocks(q, kv, step, self.scale, self.kv_scales)
+            return paged_attention_blocks(q, kv, step, self.scale)
         return quantize_rows(self._attend(q, kv, meta, wanted))
 
     def _queries(

@@ -127,7 +127,7 @@ def blocks_asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """A machine whose kernels take and give rows quantized by blocks, as the references do: (who, rows) of each."""
     asked: list[tuple[str, int]] = []
 
-    def gives(q: torch.Tensor, meta: object, window: int | None, softcap: float | None) -> bool:
+    def gives(q: torch.Tensor, kv: torch.Tensor, *rest: object) -> bool:
         asked.append(("attention", q.shape[0]))
         return True
 
