@@ -1,6 +1,9 @@
 """Attention of prompts over the paged cache by our own kernel on Hopper (`hopper_attention.cu`): fresh prompts, chunks
 behind a cached prefix and prompts of any lengths side by side, all in one launch, straight from the cache's blocks.
 
+Measured on an H200, 32 query and 8 KV heads of 128, us, with cuDNN or Triton / with this: 4 x 4,000 tokens 1,001 / 861,
+8,000 956 / 819, 16 x 1,024 347 / 301, 2,048 behind 6,144 649 / 374, twenty chats of 40 to 2,100 tokens 507 / 303.
+
 `prepare` compiles it at start; `takes` says where it computes. The order of its work is `plan`'s, made once a step.
 """
 
