@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from long_products import error, milliseconds
 from timing import DIM, DTYPE, HEADS, KV_HEADS
 
 from kvern_kernels import AttentionMetadata, attention_triton, hopper_attention, large_products, vendor_attention
@@ -71,26 +72,15 @@ def measure(query_lens, seq_lens, stretch_ms, turns):
     hopper_attention.prepare(device, HEADS, KV_HEADS, DIM, DTYPE, BLOCK, large_products.folder())
     wanted = without_own()
     ways["own"]()
-    error = float((out.float() - wanted.float()).norm() / wanted.float().norm())
+    difference = error(out, wanted)
     times = {name: [] for name in ways}
     for _ in range(turns):
         for name, call in ways.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             call()
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            count = max(2, round(stretch_ms / start.elapsed_time(end)))
-            start.record()
-            for _ in range(count):
-                call()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1000 / count)
+            times[name].append(milliseconds(call, stretch_ms) * 1000)
     us = {name: round(statistics.median(values), 1) for name, values in times.items()}
     rate = {name: round(flops(query_lens, seq_lens) / value / 1e6) for name, value in us.items()}
-    return {"us": us, "tflop_s": rate, "error": round(error, 5)}
+    return {"us": us, "tflop_s": rate, "error": round(difference, 5)}
 
 
 def main() -> None:

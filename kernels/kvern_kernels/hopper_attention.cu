@@ -26,31 +26,15 @@
 #define TILE_BYTES (2 * HALF_BYTES)
 #define CONSUMER_WARPS 8
 
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
+using Ring = RingOf<STAGES>;
 
-// At that of each block of the cluster, a lane for each. What it orders are reads of the tensor cores, which have ended,
-// and writes of the copy engine: no memory has to be flushed for it.
+// At that of each block of the cluster, a lane for each.
 __device__ __forceinline__ void barrier_arrive_at_all(u32 barrier, int lane) {
 #if SHARED
-    if (lane < 2)
-        asm volatile(
-            "{\n"
-            ".reg .b32 there;\n"
-            "mapa.shared::cluster.u32 there, %0, %1;\n"
-            "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-            "}" ::"r"(barrier), "r"(lane) : "memory");
+    if (lane < 2) barrier_arrive(barrier, lane);
 #else
     if (lane == 0) barrier_arrive(barrier);
 #endif
-}
-
-__device__ __forceinline__ void load_queries(u32 target, const TensorMap* map, int column, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            target),
-        "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
 #if SHARED
@@ -65,9 +49,11 @@ __device__ __forceinline__ void load_queries(u32 target, const TensorMap* map, i
 
 // 64 columns of a box of tokens
 __device__ __forceinline__ void load_keys(u32 target, const TensorMap* map, int column, int row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes" TO_ALL
-                 " [%0], [%1, {%2, %3}], [%4]" WHOM ";" ::"r"(target),
-                 "l"(map), "r"(column), "r"(row), "r"(barrier) MASK : "memory");
+#if SHARED
+    load_tile_to_both(target, map, column, row, barrier);
+#else
+    load_tile(target, map, column, row, barrier);
+#endif
 }
 
 // All columns of a box of tokens, 64 behind the other 64
@@ -114,6 +100,12 @@ __device__ __forceinline__ void settle(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+template <int COUNT>
+__device__ __forceinline__ void settle(u32 (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(d[i])::"memory");
+}
+
 // The assembler would move the softmax behind the wait for the products that it is meant to run beside: a store that
 // needs `sum`, and never happens, since weights are not negative.
 __device__ __forceinline__ void stay_before(float sum, u32 unused) {
@@ -123,12 +115,6 @@ __device__ __forceinline__ void stay_before(float sum, u32 unused) {
         "setp.lt.f32 never, %0, 0f00000000;\n"
         "@never st.shared.u32 [%1], 0;\n"
         "}" ::"f"(sum), "r"(unused) : "memory");
-}
-
-template <int COUNT>
-__device__ __forceinline__ void settle(u32 (&d)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(d[i])::"memory");
 }
 
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -148,16 +134,6 @@ __device__ __forceinline__ void pass_turn(int group) {
     asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
 }
 
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 both;
-#if HALF
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-    return both;
-}
-
 __device__ __forceinline__ float power_of_two(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -165,17 +141,6 @@ __device__ __forceinline__ float power_of_two(float x) {
 }
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-
-struct Ring {
-    int stage;
-    u32 parity;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 // V comes as [tokens, columns], the inner dimension of its product first: groups of 8 tokens are 1,024 bytes apart, the
 // halves of 64 columns a box.
@@ -338,7 +303,7 @@ __device__ __forceinline__ void feed(const TensorMap* q_map, const TensorMap* k_
 #pragma unroll
             for (int box = 0; box < 4; box++) {
                 int group = box / 2, column = item.head_of(group) * 128 + box % 2 * 64;
-                load_queries(target + box % 2 * HALF_BYTES + group * 64 * 128, q_map, column,
+                load_tile(target + box % 2 * HALF_BYTES + group * 64 * 128, q_map, column,
                              item.token + item.line_of(group), full);
             }
         }

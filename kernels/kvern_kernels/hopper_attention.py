@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import hopper_source
 from .metadata import AttentionMetadata
-from .nvrtc import CudaError, Kernel, TensorMap, compiled, kept_map
+from .nvrtc import CudaError, Kernel, TensorMap, compiled, kept_map, on_hopper
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,6 @@ class Variant:
 
 
 _kernels: dict[tuple[torch.device, Variant], Kernel] = {}
-_processors: dict[torch.device, int] = {}
 
 
 def source() -> str:
@@ -198,9 +197,7 @@ def prepare(
 ) -> bool:
     """Compile (or find in `folder`) and load the kernel; whether prompts use it. Where it fails, the log says why, and
     the other kernels compute all prompts."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    if not fits(head_dim, block_size, dtype, dtype):
+    if not on_hopper(device) or not fits(head_dim, block_size, dtype, dtype):
         return False
     try:
         load(device, variant_of(heads, kv_heads, dtype, block_size), folder)
@@ -217,7 +214,6 @@ def load(device: torch.device, variant: Variant, folder: Path) -> None:
             torch.zeros(1, device=device)  # torch's context is current from now on
             code = compiled(source(), options(variant), folder)
             _kernels[device, variant] = Kernel(code, "hopper_attention", SHARED_BYTES)
-        _processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def takes(q: Tensor, kv: Tensor, meta: AttentionMetadata) -> bool:
@@ -252,7 +248,9 @@ def attention(q: Tensor, kv: Tensor, meta: AttentionMetadata, scale: float, out:
     heads, kv_heads, block_size = q.shape[1], kv.shape[1], kv.shape[3]
     variant = variant_of(heads, kv_heads, q.dtype, block_size)
     each = _blocks(heads // kv_heads)
-    workers = _processors[q.device] // each
+    from .decode_attention_triton import sm_count  # a CPU does without Triton
+
+    workers = sm_count(q.device) // each
     items = meta.plan_cache.get("items")
     if items is None:
         table = plan(*meta.lengths(), first, heads, kv_heads, each, workers)

@@ -24,31 +24,6 @@
 #define GROUP 8                  // pairs of row tiles that are swept together: x of them stays in L2
 #endif
 
-// At that of a block of the cluster. What it orders are reads of the tensor cores and writes of the copy engine, which
-// have ended when it is called: a release over the cluster would flush the block's memory, 1,000 cycles a step.
-__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 block) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-        "}" ::"r"(barrier), "r"(block) : "memory");
-}
-
-__device__ __forceinline__ void load_tile(u32 target, const TensorMap* map, int k, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            target),
-        "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void load_tile_to_both(u32 target, const TensorMap* map, int k, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-        "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((unsigned short)3) : "memory");
-}
-
 __device__ __forceinline__ void store_tile(const TensorMap* map, int column, int row, u32 source) {
 #if ADD
     asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
@@ -79,12 +54,6 @@ __device__ __forceinline__ void multiply(float (&d)[128], u64 x, u64 w, int more
         "}"
         : @OPERANDS@
         : "l"(x), "l"(w), "r"(more));
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
 }
 
 struct Tile {

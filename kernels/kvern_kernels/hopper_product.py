@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import hopper_source
-from .nvrtc import CudaError, Kernel, TensorMap, compiled, kept_map
+from .nvrtc import CudaError, Kernel, TensorMap, compiled, kept_map, on_hopper
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def useful_share(rows: int, columns: int, clusters: int) -> float:
 def prepare(device: torch.device, dtype: torch.dtype, folder: Path) -> None:
     """Compile (or find in `folder`) and load what products of `dtype`, bfloat16 or E4M3, on `device` need. Does nothing
     elsewhere than on Hopper; where it fails, the vendor's kernels go on computing everything, and the log says why."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if not on_hopper(device):
         return
     fp8 = dtype == FP8
     variants = [Variant(fp8, gated=True)] if fp8 else [Variant(gated=True), Variant(add=True)]

@@ -32,9 +32,7 @@
 #define SCALE_BYTES (TOKENS * BOXES * 4)  // of x, a step
 #define EXTRA_BYTES (SCALED_X ? STAGES * SCALE_BYTES : SCALED_Y ? TOKENS * (BOX_BYTES + 8) : 0)  // behind the ring
 
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
+using Ring = RingOf<STAGES>;
 
 __device__ __forceinline__ void store_flag(u32 flag, u32 value) {
     asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(flag), "r"(value) : "memory");
@@ -73,10 +71,7 @@ __device__ __forceinline__ void load_w(u32 target, const TensorMap* map, int ste
 __device__ __forceinline__ void load_x(u32 target, const TensorMap* map, int step, u32 barrier) {
 #pragma unroll
     for (int box = 0; box < BOXES; box++)
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-            ::"r"(target + box * X_BOX),
-            "l"(map), "r"((step * BOXES + box) * BOX_ELEMENTS), "r"(0), "r"(barrier) : "memory");
+        load_tile(target + box * X_BOX, map, (step * BOXES + box) * BOX_ELEMENTS, 0, barrier);
 }
 
 // A step's scales of x, to where the ring's stage has them; a lane arrives at the barrier when its part is there. Not by
@@ -244,17 +239,6 @@ __device__ __forceinline__ Place begin(int item, int tiles, int items, int steps
     int first = item / tiles * each;
     return {item, first, item < items ? min(first + each, steps) : first};
 }
-
-struct Ring {
-    int stage;
-    u32 parity;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 64, 1)
     hopper_stream(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, void* y, int rows,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from . import hopper_source
 from .fp8 import BLOCK, FP8, ROWS_APART, BlockScaledRows, Fp8Weight, ScaledRows, unscaled
-from .nvrtc import CudaError, Kernel, TensorMap, compiled, kept_map
+from .nvrtc import CudaError, Kernel, TensorMap, compiled, kept_map, on_hopper
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def variants(dtype: torch.dtype) -> list[Variant]:
 def prepare(device: torch.device, dtype: torch.dtype, folder: Path) -> None:
     """Compile (or find in `folder`) and load what products with weights in `dtype` on `device` need. Does nothing
     elsewhere than on Hopper; where it fails, Triton's kernels go on computing everything, and the log says why."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or dtype not in KINDS:
+    if not on_hopper(device) or dtype not in KINDS:
         return
     missing = [variant for variant in variants(dtype) if (device, variant) not in _kernels]
     try:

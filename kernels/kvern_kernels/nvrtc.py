@@ -23,6 +23,11 @@ class CudaError(RuntimeError):
     """The compiler or the driver refused something."""
 
 
+def on_hopper(device: torch.device) -> bool:
+    """Whether code for sm_90a runs on `device`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def _nvrtc() -> ctypes.CDLL:
     """torch's NVRTC, the system's where its place is another. What it loads itself by name must be there before."""
     folder = Path(torch.__file__).parent.parent / "nvidia"

@@ -137,14 +137,7 @@ class Worker:
                     model_config.architecture,
                 )
             with self._phase("products", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
-                products = self.model.products()
-                if self.groups is not None and self._quantization is None:
-                    products += warm_other_layouts(self)
-                large_products.choose(products, self._most_tokens, dtype)
-                del products
-                own_attention = self._kv_dtype == dtype and hopper_attention.prepare(
-                    self.device, *self._head_sizes, dtype, self.config.block_size, large_products.folder()
-                )
+                own_attention = self._choose_kernels(dtype)
         with self._phase("profile", report), self._out_of_memory("one step (see max_num_batched_tokens)"):
             used = self.memory_used = self._profile()
         with self._phase("kv_cache", report), self._out_of_memory("the KV cache"):
@@ -422,6 +415,16 @@ class Worker:
         each = max(0, first - free())
         logits = runner.tables.max_num_seqs * runner.tables.vocab_size * self.model.dtype.itemsize
         return max(0, before - first) + each * (len(decode.sizes) + len(mixed.sizes)) + logits
+
+    def _choose_kernels(self, dtype: torch.dtype) -> bool:
+        """Finds the fastest products and compiles our own kernels; whether prompts' attention is one of those."""
+        products = self.model.products()
+        if self.groups is not None and self._quantization is None:
+            products += warm_other_layouts(self)
+        large_products.choose(products, self._most_tokens, dtype)
+        return self._kv_dtype == dtype and hopper_attention.prepare(
+            self.device, *self._head_sizes, dtype, self.config.block_size, large_products.folder()
+        )
 
     @torch.inference_mode()
     def _warm_up_attention(self, dtype: torch.dtype) -> None:
